@@ -1,0 +1,103 @@
+"""Settings, and the one reader of the environment.
+
+`Settings` is built once, by the command line (whose options default to `CHATSERVE_…` variables), and passed down; no
+other module looks at the environment for our own variables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client may ask for; announced in `welcome.limits`. Bytes are of UTF-8."""
+
+    max_frame_bytes: int = 4 * 1024 * 1024
+    max_text_bytes: int = 256 * 1024
+    max_system_bytes: int = 64 * 1024
+    max_title_bytes: int = 1024
+    max_messages_per_session: int = 20_000
+    max_generations_per_user: int = 64
+    max_connections_per_user: int = 256
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine process is started with."""
+
+    model_dir: Path
+    """safetensors, config and tokenizer, as `chatserve model pull` leaves them."""
+    model_name: str
+    device: str = "auto"
+    block_size: int = 16
+    kv_cache_memory: str = "auto"
+    """Bytes of device KV with an optional suffix (512M, 4G), a number of blocks (64blocks), or auto."""
+    host_cache_memory: str = "auto"
+    max_batched_tokens: int = 0
+    """Most tokens a step; 0: 512 on a CPU, 8192 on a GPU."""
+    max_running: int = 256
+    max_queued: int = 1024
+    context_tokens: int = 0
+    """Cap on the context; 0: the model's own."""
+    model_impl: str = "auto"
+    """llama: our own definition; hf: transformers' model through our attention; auto: the first that fits."""
+    threads: int = 0
+    """Compute threads on a CPU; 0: one a physical core."""
+    socket_path: Path = Path("engine.sock")
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `chatserve serve` was asked for."""
+
+    model: str = "smollm2-135m"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    data_dir: Path
+    cache_dir: Path
+    """Downloaded and converted models."""
+    redis_url: str | None = None
+    tokens_file: Path | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    system_prompts_dir: Path | None = None
+    """Text files: the operator's system prompts, whose KV users may share."""
+    orphan_grace_s: float = 60.0
+    event_history: int = 4096
+    """Events kept a session for clients that reconnect; older ones are answered with a snapshot."""
+    max_socket_queue_bytes: int = 4 * 1024 * 1024
+    """Bytes waiting for one slow socket before it is closed with 4008."""
+    limits: Limits = Limits()
+    # The engine's share
+    device: str = "auto"
+    block_size: int = 16
+    kv_cache_memory: str = "auto"
+    host_cache_memory: str = "auto"
+    max_batched_tokens: int = 0
+    max_running: int = 256
+    max_queued: int = 1024
+    context_tokens: int = 0
+    model_impl: str = "auto"
+    threads: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        """Sockets, pid files and locks."""
+        return self.data_dir / "run"
+
+    @property
+    def engine_socket(self) -> Path:
+        return self.run_dir / "engine.sock"
+
+    @property
+    def store_socket(self) -> Path:
+        return self.run_dir / "store.sock"
+
+
+class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a web worker is started with."""
+
+    serve: ServeSettings
+    model_dir: Path
+    engine_socket: Path
+    redis_url: str
