@@ -90,9 +90,14 @@ class Idempotency(msgspec.Struct, frozen=True):
 class Transaction(msgspec.Struct, frozen=True, kw_only=True):
     """One atomic change of one session. Everything in it is done, or nothing.
 
-    `create` demands that the session does not exist, its absence that it does and is not deleted (else `NotFoundError`:
-    a late write never brings a deleted session back). `puts` insert or replace whole messages, `deletes` remove them.
-    Events are numbered in order and appended to the session's stream.
+    `create` demands that the session does not exist (else `ConflictError`) and a `record`; its absence, that it does and
+    is not deleted (else `NotFoundError`: a late write never brings a deleted session back). `puts` insert or replace
+    whole messages, `deletes` remove them, in the other order. Events are numbered in order and appended to the session's
+    stream; those of a deletion are numbered only.
+
+    While a message has the status `generating`, its text and token ids grow by `append` alone: a put that leaves it
+    generating under the same attempt changes its other fields and keeps what was appended. A put with any other status
+    ends that, and its text and token ids are final.
     """
 
     user: UserId
@@ -109,8 +114,8 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """`first_seq` numbers the first event. If the request had been done before, `answer` is that answer and nothing was
-    changed.
+    """`first_seq` numbers the first event. If the request had been done before, `answer` is that answer, `first_seq` is 0
+    and nothing was changed.
     """
 
     first_seq: int
@@ -120,7 +125,9 @@ class Committed(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Text and tokens to append to a message that is being generated, with one event.
 
-    (message, attempt, `first_token`) is its write id: a repeat returns the first result.
+    (message, attempt, `first_token`) is its write id: a repeat returns the first result, and must be unchanged: after a
+    failure send the same deltas again, not a merger of them. `first_token` rises from delta to delta of an attempt, so each
+    but the last has tokens.
     """
 
     user: UserId
@@ -140,12 +147,14 @@ class Store(Protocol):
 
         Raises:
             NotFoundError: the session does not exist, or was deleted.
-            ConflictError: the idempotency key was used with another body.
+            ConflictError: the idempotency key was used with another body, or the session to create exists.
         """
         ...
 
     async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
-        """One pipelined write; each delta's event number, or None where its session or message is gone."""
+        """One pipelined write; each delta's event number, or None where its session or message is gone, or is no longer
+        generating under that attempt.
+        """
         ...
 
     async def answer(self, user: UserId, request_id: str) -> tuple[str, bytes] | None:
@@ -158,7 +167,7 @@ class Store(Protocol):
 
     async def events(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
         """Every event with a number above `after`, in order; None where that range is not whole (trimmed, or `after` is
-        ahead of the session).
+        ahead of the session) or there is no such session.
         """
         ...
 
