@@ -90,9 +90,9 @@ class Idempotency(msgspec.Struct, frozen=True):
 class Transaction(msgspec.Struct, frozen=True, kw_only=True):
     """One atomic change of one session. Everything in it is done, or nothing.
 
-    `create` demands that the session does not exist (else `ConflictError`) and a `record`; its absence, that it does and
-    is not deleted (else `NotFoundError`: a late write never brings a deleted session back). `puts` insert or replace
-    whole messages, `deletes` remove them, in the other order. Events are numbered in order and appended to the session's
+    `create` demands a `record` and that the session does not exist (else `ConflictError`); its absence, that it does
+    and is not deleted (else `NotFoundError`: a late write never brings a deleted session back). `deletes` remove
+    messages, then `puts` insert or replace whole ones. Events are numbered in order and appended to the session's
     stream; those of a deletion are numbered only.
 
     While a message has the status `generating`, its text and token ids grow by `append` alone: a put that leaves it
@@ -114,8 +114,8 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """`first_seq` numbers the first event. If the request had been done before, `answer` is that answer, `first_seq` is 0
-    and nothing was changed.
+    """`first_seq` numbers the first event. If the request had been done before, `answer` is that answer, `first_seq` is
+    0 and nothing was changed.
     """
 
     first_seq: int
@@ -126,8 +126,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Text and tokens to append to a message that is being generated, with one event.
 
     (message, attempt, `first_token`) is its write id: a repeat returns the first result, and must be unchanged: after a
-    failure send the same deltas again, not a merger of them. `first_token` rises from delta to delta of an attempt, so each
-    but the last has tokens.
+    failure send the same deltas again, not a merger of them. `first_token` rises from delta to delta of an attempt, so
+    each but the last has tokens.
     """
 
     user: UserId

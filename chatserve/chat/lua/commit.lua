@@ -1,0 +1,128 @@
+-- One atomic change of one session, with its event numbers. Every precondition stands before the first write, because a
+-- script that fails halfway is not undone.
+--
+-- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 events  7 generating  8 writes  9 index  10 unfinished
+--       11 request (only where the change answers a client's request)
+-- ARGV  1 live text prefix  2 live tokens prefix  3 session id  4 write id  5 create  6 delete
+--       7 record ('' keeps it)  8 title  9 updated_at  10 digest  11 answer
+--       12 event history  13 event ttl  14 request ttl  15 writes ttl  16 tombstone ttl  17 writes kept   (ttls in seconds)
+--       18 number of deletes, then each message id
+--       then number of puts, each: message id, '1' if generating, attempt, meta, text, tokens
+--       then number of events, each its payload
+-- Returns {'ok', first seq} | {'done', answer} | {'conflict'} | {'exists'} | {'deleted'} | {'missing'}
+
+local session, metas, texts, tokens, order, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local generating, writes, index, unfinished, request = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local live_texts, live_tokens, id, write_id = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local create, delete, record = ARGV[5] == '1', ARGV[6] == '1', ARGV[7]
+
+-- A retry of this very write gets its first result: this comes before the request's own answer, whose receiver would
+-- take the work for another's and publish nothing.
+local mark = write_id .. '\n'
+for _, write in ipairs(redis.call('LRANGE', writes, 0, -1)) do
+  if string.sub(write, 1, #mark) == mark then
+    return {'ok', tonumber(string.sub(write, #mark + 1))}
+  end
+end
+if request then
+  local done = redis.call('HMGET', request, 'digest', 'answer')
+  if done[1] then
+    if done[1] == ARGV[10] then
+      return {'done', done[2]}
+    end
+    return {'conflict'}
+  end
+end
+local state = redis.call('HMGET', session, 'seq', 'deleted')
+if state[2] then
+  return {'deleted'}
+elseif create and state[1] then
+  return {'exists'}
+elseif not create and not state[1] then
+  return {'missing'}
+end
+
+local function forget_live(message)
+  if redis.call('HDEL', generating, message) == 1 then
+    redis.call('UNLINK', live_texts .. message, live_tokens .. message)
+  end
+end
+
+local function set_or_clear(key, field, value)
+  if value == '' then
+    redis.call('HDEL', key, field)
+  else
+    redis.call('HSET', key, field, value)
+  end
+end
+
+local at = 17
+local function take()
+  at = at + 1
+  return ARGV[at]
+end
+
+local first_seq = tonumber(state[1] or 0) + 1
+
+if record ~= '' then
+  redis.call('HSET', session, 'record', record, 'title', ARGV[8])
+  redis.call('ZADD', index, ARGV[9], id)
+end
+
+for _ = 1, tonumber(take()) do
+  local message = take()
+  forget_live(message)
+  redis.call('HDEL', metas, message)
+  redis.call('HDEL', texts, message)
+  redis.call('HDEL', tokens, message)
+  redis.call('ZREM', order, message)
+end
+
+for _ = 1, tonumber(take()) do
+  local message, is_generating, attempt, meta, text, token_ids = take(), take() == '1', take(), take(), take(), take()
+  if redis.call('HSET', metas, message, meta) == 1 then
+    redis.call('ZADD', order, redis.call('HINCRBY', session, 'order', 1), message)
+  end
+  local growing = is_generating and redis.call('HGET', generating, message)
+  if not growing or string.match(growing, '^%d+') ~= attempt then
+    forget_live(message)
+    set_or_clear(texts, message, text)
+    set_or_clear(tokens, message, token_ids)
+    if is_generating then
+      redis.call('HSET', generating, message, attempt .. ' -1')
+    end
+  end
+end
+
+local num_events = tonumber(take())
+local seq = redis.call('HINCRBY', session, 'seq', num_events)
+
+if delete then
+  for _, message in ipairs(redis.call('HKEYS', generating)) do
+    redis.call('UNLINK', live_texts .. message, live_tokens .. message)
+  end
+  redis.call('UNLINK', session, metas, texts, tokens, order, events, generating)
+  redis.call('ZREM', index, id)
+  redis.call('SREM', unfinished, id)
+  redis.call('HSET', session, 'deleted', '1', 'seq', seq)
+  redis.call('EXPIRE', session, ARGV[16])
+else
+  for number = first_seq, seq do
+    redis.call('XADD', events, 'MAXLEN', '~', ARGV[12], string.format('%.0f-0', number), 'event', take())
+  end
+  redis.call('EXPIRE', events, ARGV[13])
+  if redis.call('EXISTS', generating) == 1 then
+    redis.call('SADD', unfinished, id)
+  else
+    redis.call('SREM', unfinished, id)
+  end
+end
+
+if request then
+  redis.call('HSET', request, 'digest', ARGV[10], 'answer', ARGV[11])
+  redis.call('EXPIRE', request, ARGV[14])
+end
+redis.call('LPUSH', writes, mark .. string.format('%.0f', first_seq))
+redis.call('LTRIM', writes, 0, ARGV[17] - 1)
+redis.call('EXPIRE', writes, ARGV[15])
+return {'ok', first_seq}

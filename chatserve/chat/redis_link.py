@@ -1,0 +1,157 @@
+"""The way to a Redis or Valkey server: connections, time-outs, retries, scripts, and what failure means.
+
+Knows nothing of sessions. Everything that goes through `RedisLink` may be sent twice when a connection breaks, so
+callers send only what is safe to repeat. A call ends with the server's answer or with `StoreUnavailableError`.
+
+Each call runs in a task of its own that its caller's cancellation does not reach: a reply is always read by the command
+that it belongs to, and a connection is never given back in mid-conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from chatserve.errors import StoreUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 1.0
+"""For connecting, for sending, for each reply, and for a free connection."""
+RETRY_DELAYS_S: Final = (0.05, 0.3)
+MAX_CONNECTIONS: Final = 64
+
+_TRANSIENT: Final = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError)
+"""Broken or refused connections, BUSY LOADING, no answer in time, a primary that has just become a replica."""
+_HOPELESS: Final = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+_UNREACHED: Final = (OSError, EOFError, exceptions.RedisError)
+
+
+class Script(msgspec.Struct, frozen=True):
+    """A Lua script, and the SHA-1 by which a server that has seen it knows it."""
+
+    text: bytes
+    sha: str
+
+    @classmethod
+    def read(cls, name: str) -> Script:
+        text = (files("chatserve.chat") / "lua" / f"{name}.lua").read_bytes()
+        return cls(text, hashlib.sha1(text, usedforsecurity=False).hexdigest())
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One script call; its keys all carry the same hash tag."""
+
+    keys: tuple[bytes, ...]
+    args: tuple[bytes | int | float, ...]
+
+
+class RedisLink:
+    """Bounded connections to one server."""
+
+    def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.name: Final = hide_password(url)
+        self._pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            decode_responses=False,
+        )
+        self._redis = Redis(connection_pool=self._pool)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def command(self, what: str, *args: bytes | str | int) -> Any:
+        """Send one command; `what` completes the sentence "could not …"."""
+        return await self._call(what, lambda: self._execute(*args))
+
+    async def script(self, what: str, script: Script, call: Call) -> Any:
+        async def run() -> Any:
+            arguments = (len(call.keys), *call.keys, *call.args)
+            try:
+                return await self._execute("EVALSHA", script.sha, *arguments)
+            except exceptions.NoScriptError:
+                return await self._execute("EVAL", script.text, *arguments)
+
+        return await self._call(what, run)
+
+    async def scripts(self, what: str, script: Script, calls: Sequence[Call]) -> list[Any]:
+        """Send all calls in one write and read all replies. A reply may be a `ResponseError` that the script itself
+        returned.
+        """
+
+        async def run() -> list[Any]:
+            replies = await self._pipeline(script, calls, load=False)
+            if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
+                replies = await self._pipeline(script, calls, load=True)
+            return replies
+
+        return await self._call(what, run)
+
+    async def _execute(self, *args: bytes | str | float) -> Any:
+        return await self._redis.execute_command(*args)  # type: ignore[no-untyped-call]
+
+    async def _pipeline(self, script: Script, calls: Sequence[Call], *, load: bool) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            if load:
+                pipeline.execute_command("SCRIPT LOAD", script.text)
+            for call in calls:
+                pipeline.execute_command("EVALSHA", script.sha, len(call.keys), *call.keys, *call.args)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        return replies[1:] if load else replies
+
+    async def _call(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
+        task = asyncio.create_task(self._with_retries(what, operation))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _with_retries(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
+        delays = iter(RETRY_DELAYS_S)
+        while True:
+            try:
+                return await operation()
+            except _UNREACHED as error:
+                delay = next(delays, None) if is_transient(error) else None
+                if delay is None:
+                    raise StoreUnavailableError(f"the store could not {what}: {one_line(error)}") from error
+                # What broke one connection has often broken the idle ones too.
+                await self._pool.disconnect(inuse_connections=False)
+            await asyncio.sleep(delay)
+
+    async def close(self) -> None:
+        """Let what is under way end (each command is bounded by its time-outs), then close the connections."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        await self._redis.aclose()
+        await self._pool.disconnect()
+
+
+def is_transient(error: BaseException) -> bool:
+    return isinstance(error, (*_TRANSIENT, OSError, EOFError)) and not isinstance(error, _HOPELESS)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def hide_password(url: str) -> str:
+    """The URL for a log line."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))

