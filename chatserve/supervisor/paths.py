@@ -1,0 +1,111 @@
+"""Where the program keeps its files, and the checks that they can be kept there.
+
+Owns directories and the lock on the data directory; starts nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import filelock
+import platformdirs
+
+from chatserve.errors import StartupError
+
+MIN_FREE_BYTES: Final = 64 * 1024 * 1024
+"""Below this a start is refused: the append-only file could not even be rewritten once."""
+
+_MAX_SOCKET_PATH_BYTES: Final = 100
+"""A Unix socket's path holds 104 bytes on macOS and 108 on Linux, its closing NUL included."""
+
+
+def default_data_dir() -> Path:
+    """Sessions live here unless `--data-dir` says otherwise."""
+    return platformdirs.user_data_path("chatserve", appauthor=False)
+
+
+def default_cache_dir() -> Path:
+    """Downloaded and converted models live here unless `--cache-dir` says otherwise."""
+    return platformdirs.user_cache_path("chatserve", appauthor=False)
+
+
+def prepare_data_dir(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+    """Make the data directory, private to its owner, and see that it can be written.
+
+    Raises:
+        StartupError: not a directory, not writable, or too little space.
+    """
+    probe = data_dir / ".write-probe"
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        probe.write_bytes(b"\0" * 4096)
+        probe.unlink()
+        free_bytes = shutil.disk_usage(data_dir).free
+    except OSError as error:
+        raise StartupError(_sentence(data_dir, error)) from error
+    if free_bytes < min_free_bytes:
+        raise StartupError(
+            f"the disk of {data_dir} is full: {free_bytes >> 20} MiB are free and at least {min_free_bytes >> 20} MiB "
+            "are needed; free some space or choose another --data-dir"
+        )
+
+
+def _sentence(data_dir: Path, error: OSError) -> str:
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"the disk of {data_dir} is full; free some space or choose another --data-dir"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return f"cannot write to {data_dir} ({error.strerror}); change its owner or choose another --data-dir"
+        case errno.EEXIST | errno.ENOTDIR:
+            return f"{data_dir} is not a directory; choose another --data-dir"
+        case _:
+            return f"cannot use {data_dir}: {error.strerror}; choose another --data-dir"
+
+
+def lock_data_dir(data_dir: Path) -> filelock.BaseFileLock:
+    """Take the lock that says whose the data directory is, until the process ends or the lock is released.
+
+    Raises:
+        StartupError: another server has it.
+    """
+    lock = filelock.FileLock(data_dir / "serve.lock")
+    owner = data_dir / "serve.pid"
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        pid = owner.read_text().strip() if owner.exists() else ""
+        by = f" (process {pid})" if pid else ""
+        raise StartupError(
+            f"another chatserve{by} is using {data_dir}; stop it, or give this one its own --data-dir"
+        ) from error
+    owner.write_text(f"{os.getpid()}\n")
+    return lock
+
+
+def socket_dir(data_dir: Path) -> Path:
+    """A private directory for Unix sockets: in the data directory, or where that path is too long for one, in the
+    system's temporary directory under a name derived from it.
+
+    Raises:
+        StartupError: the short directory exists and is not ours alone.
+    """
+    data_dir = data_dir.absolute()
+    run_dir = data_dir / "run"
+    if len(os.fsencode(run_dir / "engine.sock")) > _MAX_SOCKET_PATH_BYTES:
+        digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:12]
+        run_dir = Path(tempfile.gettempdir()) / f"chatserve-{os.getuid()}-{digest}"
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = run_dir.lstat()
+    except OSError as error:
+        raise StartupError(f"cannot make {run_dir} for the program's sockets: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise StartupError(f"{run_dir} belongs to somebody else or others may write to it; remove it")
+    return run_dir

@@ -1,0 +1,310 @@
+"""`chatserve serve`: starts the store, the engine and the web worker, keeps them running, and takes them along.
+
+Owns the order of start and end. Imports no torch, no web framework and nothing of what the children run: they are told
+their settings and watched through their exit and the web worker's `/readyz`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from chatserve.config import EngineSettings, ServeSettings, WebSettings
+from chatserve.errors import StartupError
+from chatserve.supervisor import network, paths
+from chatserve.supervisor.children import Child, Commands, RestartPolicy, describe_exit
+
+_POLL_S: Final = 0.05
+_READY_SLOW_S: Final = 60.0
+"""After this long a start says that it is still waiting."""
+
+
+class EmbeddedStoreLike(Protocol):
+    """A store that the supervisor starts and ends."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+
+
+StoreFactory = Callable[[Path, Path], EmbeddedStoreLike]
+"""From the data directory and the path of the Unix socket."""
+
+
+def _embedded_store(data_dir: Path, socket_path: Path) -> EmbeddedStoreLike:
+    from chatserve.supervisor.embedded_store import EmbeddedStore  # noqa: PLC0415 - not needed with a Redis elsewhere
+
+    return EmbeddedStore(data_dir, socket_path)
+
+
+def _say(line: str) -> None:
+    print(f"chatserve: {line}", file=sys.stderr, flush=True)  # noqa: T201 - a console program's log
+
+
+class GraceTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long each child may take to end, in seconds."""
+
+    web_s: float = 10.0
+    engine_s: float = 5.0
+
+
+class ChildFailedError(Exception):
+    """A child could not start and has said why in a line of its own."""
+
+
+class Supervisor:
+    """One run of `chatserve serve`. `run` returns the process's exit code."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        commands: Commands | None = None,
+        store_factory: StoreFactory = _embedded_store,
+        grace: GraceTimes | None = None,
+        say: Callable[[str], None] = _say,
+    ) -> None:
+        self._settings = settings
+        self._commands = commands or Commands()
+        self._store_factory = store_factory
+        self._grace = grace or GraceTimes()
+        self._say = say
+        self._stopping = asyncio.Event()
+        self._ready = False
+        self._children: dict[str, Child] = {}
+        self._store: EmbeddedStoreLike | None = None
+
+    async def run(self) -> int:
+        """Serve until a signal; 0 then.
+
+        Raises:
+            StartupError: it could not start; nothing is left running.
+        """
+        settings = self._settings
+        network.check_exposure(settings.host, settings.tokens_file)
+        paths.prepare_data_dir(settings.data_dir)
+        lock = paths.lock_data_dir(settings.data_dir)
+        try:
+            with network.listen(settings.host, settings.port) as listener:
+                self._watch_signals()
+                return await self._serve(listener)
+        finally:
+            lock.release()
+
+    def stop(self) -> None:
+        """End in order; asked twice: at once."""
+        if self._stopping.is_set():
+            for child in self._children.values():
+                child.kill()
+        self._stopping.set()
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop)
+
+    async def _serve(self, listener: socket.socket) -> int:
+        port = listener.getsockname()[1]
+        settings = msgspec.structs.replace(self._settings, port=port)
+        run_dir = paths.socket_dir(settings.data_dir)
+        tasks: list[asyncio.Task[None]] = []
+        announcing: asyncio.Task[None] | None = None
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            # What a person did wrong is said before anything slow is begun.
+            if settings.redis_url is not None:
+                await network.ping_redis(settings.redis_url)
+            model_dir = await self._model_dir()
+            if model_dir is None:
+                return 0
+            engine = self._engine_settings(settings, model_dir, run_dir / "engine.sock")
+            tasks.append(asyncio.create_task(self._keep("engine", self._commands.engine, engine)))
+            redis_url = settings.redis_url or await self._start_store(run_dir / "store.sock")
+            web = WebSettings(
+                serve=settings, model_dir=model_dir, engine_socket=run_dir / "engine.sock", redis_url=redis_url
+            )
+            tasks.append(asyncio.create_task(self._keep("web", self._commands.web, web, listener)))
+            if self._store is not None:
+                tasks.append(asyncio.create_task(self._keep_store(self._store)))
+            announcing = asyncio.create_task(self._announce(settings, port))
+            done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                task.result()  # a keeper returns only while stopping, or raises
+            return 0
+        except ChildFailedError:
+            return 1
+        finally:
+            self._stopping.set()
+            stopping.cancel()
+            if announcing is not None:
+                announcing.cancel()
+            await self._end(tasks)
+
+    # --- starting ---
+
+    async def _model_dir(self) -> Path | None:
+        """The model's directory, fetched and converted first where it is not there; None: asked to stop meanwhile."""
+        from chatserve.model import catalog  # noqa: PLC0415 - the tests of processes need no models
+
+        settings = self._settings
+        # In a thread, for a file's hash may have to be computed.
+        found = await asyncio.to_thread(catalog.resolve, settings.model, settings.cache_dir)
+        if found is not None:
+            return found
+        # Conversion needs torch, which this process does not load.
+        pull = (*self._commands.model, settings.model, "--cache-dir", str(settings.cache_dir))
+        child = self._children["model"] = await Child.spawn("model", pull)
+        waiting = [asyncio.create_task(child.wait()), asyncio.create_task(self._stopping.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        if self._stopping.is_set():
+            return None
+        del self._children["model"]
+        if child.exit_code == 1:
+            raise ChildFailedError
+        found = catalog.resolve(settings.model, settings.cache_dir)
+        if child.exit_code != 0 or found is None:
+            raise StartupError(
+                f"fetching the model {settings.model} ended with {describe_exit(child.exit_code or 0)}; "
+                f"`chatserve model pull {settings.model}` tries again"
+            )
+        return found
+
+    @staticmethod
+    def _engine_settings(settings: ServeSettings, model_dir: Path, socket_path: Path) -> EngineSettings:
+        return EngineSettings(
+            model_dir=model_dir,
+            model_name=Path(settings.model).name if os.sep in settings.model else settings.model,
+            device=settings.device,
+            block_size=settings.block_size,
+            kv_cache_memory=settings.kv_cache_memory,
+            host_cache_memory=settings.host_cache_memory,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_running=settings.max_running,
+            max_queued=settings.max_queued,
+            context_tokens=settings.context_tokens,
+            model_impl=settings.model_impl,
+            threads=settings.threads,
+            socket_path=socket_path,
+        )
+
+    async def _start_store(self, socket_path: Path) -> str:
+        self._store = self._store_factory(self._settings.data_dir, socket_path)
+        await asyncio.to_thread(self._store.start)
+        return self._store.url
+
+    async def _announce(self, settings: ServeSettings, port: int) -> None:
+        """Print the address once the page works, and from then on say when it stops working and works again."""
+        host = network.reachable_host(settings.host)
+        started = time.monotonic()
+        reminded = False
+        while await network.http_status(host, port, "/readyz", timeout_s=2.0) != 200:
+            await asyncio.sleep(_POLL_S)
+            if not reminded and time.monotonic() - started > _READY_SLOW_S:
+                reminded = True
+                self._say(f"still loading {settings.model}")
+        self._ready = True
+        print(f"ChatServe is ready at http://{host}:{port}", flush=True)  # noqa: T201 - the line people wait for
+
+    # --- keeping ---
+
+    async def _keep(
+        self,
+        name: str,
+        command: tuple[str, ...],
+        settings: EngineSettings | WebSettings,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Run a child, and again whenever it dies, until asked to stop.
+
+        Raises:
+            ChildFailedError, StartupError: it ended before the program was ever ready.
+        """
+        policy = RestartPolicy()
+        argv = self._commands.with_settings(command, settings)
+        pass_fds: tuple[int, ...] = ()
+        if listener is not None:
+            argv, pass_fds = (*argv, "--fd", str(listener.fileno())), (listener.fileno(),)
+        while not self._stopping.is_set():
+            child = self._children[name] = await Child.spawn(name, argv, pass_fds=pass_fds)
+            if self._stopping.is_set():  # asked while it was being spawned: `_end` may have looked before it was there
+                await child.stop(self._grace.engine_s)
+                return
+            exit_code = await child.wait()
+            if self._stopping.is_set():
+                return
+            if not self._ready:
+                if exit_code == 1:
+                    raise ChildFailedError
+                raise StartupError(self._early_death(name, exit_code))
+            delay_s = policy.died(time.monotonic())
+            how = describe_exit(exit_code)
+            if policy.failing:
+                self._say(
+                    f"the {name} process ended with {how}, {policy.deaths} times within {policy.window_s:.0f} s; "
+                    f"trying again every {delay_s:.0f} s"
+                )
+            else:
+                self._say(f"the {name} process ended with {how}; starting it again")
+            await self._pause(delay_s)
+
+    @staticmethod
+    def _early_death(name: str, exit_code: int) -> str:
+        hint = "; is there enough memory for the model?" if exit_code == -signal.SIGKILL else ""
+        return f"the {name} process ended with {describe_exit(exit_code)} before it was ready{hint}"
+
+    async def _keep_store(self, store: EmbeddedStoreLike) -> None:
+        policy = RestartPolicy()
+        while not self._stopping.is_set():
+            await self._pause(_POLL_S * 4)
+            if self._stopping.is_set() or store.poll() is None:
+                continue
+            delay_s = policy.died(time.monotonic())
+            self._say("the store process ended; starting it again")
+            await self._pause(delay_s)
+            if self._stopping.is_set():
+                return
+            await asyncio.to_thread(store.stop)
+            try:
+                await asyncio.to_thread(store.start)
+            except StartupError as error:
+                # Without a place for the conversations there is nothing to serve, and this line says what to do.
+                raise StartupError(f"the store could not be started again: {error}") from error
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait, but no longer than until asked to stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._stopping.wait()
+
+    # --- ending ---
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        """The web worker first, so that it can say goodbye (1001) and stop what it asked the engine to do; the store
+        last, because both write to it.
+        """
+        if model := self._children.get("model"):
+            await model.stop(self._grace.engine_s)
+        for name, grace_s in (("web", self._grace.web_s), ("engine", self._grace.engine_s)):
+            if child := self._children.get(name):
+                await child.stop(grace_s)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.stop)
