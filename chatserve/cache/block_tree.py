@@ -1,0 +1,389 @@
+"""Every cached block by the tokens that led to it.
+
+One node a block. A node's identity is its parent, its scope and its token ids, so a path from the root spells a
+sequence and says where its KV stands: on the device, on the host, or both. The tree owns nodes, pins, and the lists of
+idle leaves; it neither frees nor copies blocks, and does not know requests.
+
+Words: a node is *full* (`block_size` tokens; sealed, never changed again, may have children) or a *tail* (fewer; no
+children; only its writer may extend it). A *frozen* tail is public and has no writer. A node is *idle* while nothing at
+or below it is pinned; `num_pins` counts its own pins and its pinned children, so that pinning the end of a path whose
+beginning is already pinned costs what is new.
+
+What holds on the device holds from the root down: a child on the device has its parent on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from chatserve.cache.evictor import PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
+from chatserve.cache.siblings import TAG_BYTES, TOKEN_BYTES, Siblings, num_common
+from chatserve.types import PUBLIC, BlockId, HostBlockId, Scope
+
+PUBLIC_TAG: Final = bytes(TAG_BYTES)
+
+
+class Node:
+    """One block's worth of tokens. Written by the tree alone, except `has_writer`, which is the manager's."""
+
+    __slots__ = (
+        "block_id",
+        "children",
+        "had_child",
+        "has_writer",
+        "host_block_id",
+        "key",
+        "last_used",
+        "num_device_children",
+        "num_pins",
+        "parent",
+        "standing",
+    )
+
+    def __init__(self, parent: Node | None, key: bytes) -> None:
+        self.parent = parent
+        self.key = key
+        self.children: Siblings | None = None
+        self.block_id: BlockId | None = None
+        self.host_block_id: HostBlockId | None = None
+        self.num_pins = 0
+        self.num_device_children = 0
+        self.last_used = 0
+        self.standing = PROBATION
+        self.had_child = False
+        self.has_writer = False
+
+    @property
+    def tag(self) -> bytes:
+        return self.key[:TAG_BYTES]
+
+    @property
+    def num_tokens(self) -> int:
+        return (len(self.key) - TAG_BYTES) // TOKEN_BYTES
+
+    @property
+    def is_public(self) -> bool:
+        return self.key.startswith(PUBLIC_TAG)
+
+    def find_child(self, key: bytes) -> Node | None:
+        return None if self.children is None else self.children.find(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The longest cached beginning of a sequence: full nodes from the root, then `fork_tokens` tokens of `fork`."""
+
+    nodes: tuple[Node, ...]
+    fork: Node | None
+    fork_tokens: int
+    extends_fork: bool
+    """All tokens of `fork` match and it may be written on, so that nothing has to be copied."""
+
+
+class BlockTree:
+    __slots__ = (
+        "_clock",
+        "_tags",
+        "block_size",
+        "device_leaves",
+        "host_leaves",
+        "num_idle",
+        "num_protected",
+        "num_protected_on_host",
+        "num_unused_slots",
+        "root",
+        "spare_copies",
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.root = Node(None, PUBLIC_TAG)
+        self.device_leaves = Evictor(segmented_lru)
+        """Idle nodes on the device without a child there."""
+        self.host_leaves = Evictor(host_lru)
+        """Idle nodes on the host alone, without any child."""
+        self.spare_copies: dict[Node, None] = {}
+        """Nodes on both tiers, in the order in which they came to be so."""
+        self.num_idle = 0
+        """Idle nodes on the device: each can be evicted, leaves first."""
+        self.num_protected = 0
+        """Protected nodes on the device."""
+        self.num_protected_on_host = 0
+        self.num_unused_slots = 0
+        """Token slots in device blocks past the end of their tail."""
+        self._clock = 0
+        self._tags: dict[Scope, bytes] = {PUBLIC: PUBLIC_TAG}
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def tag(self, scope: Scope) -> bytes:
+        """The four bytes that stand for a scope in keys."""
+        return self._tags.setdefault(scope, len(self._tags).to_bytes(TAG_BYTES, "big"))
+
+    def find(self, tokens: bytes, scope: Scope) -> Path:
+        """The longest path over public nodes and those of `scope` that spells a beginning of packed `tokens`.
+
+        Reads only. A public node may have children of both kinds, a private one only of its own: so the candidates are
+        the public trunk and, from each of its nodes, the private branch. At equal length the more public one is taken.
+        """
+        tags = [PUBLIC_TAG]
+        if scope in self._tags and scope != PUBLIC:
+            tags.append(self._tags[scope])
+        trunk = self._follow(self.root, tokens, 0, PUBLIC_TAG)
+        paths = [trunk]
+        for tag in tags[1:]:
+            for depth in range(len(trunk), -1, -1):
+                branch = self._follow(trunk[depth - 1] if depth else self.root, tokens, depth, tag)
+                if branch:
+                    paths.append(trunk[:depth] + branch)
+        longest = max(len(path) for path in paths)
+        ends = [self._fork(path, tokens, tags) for path in paths if len(path) == longest]
+        return max(ends, key=lambda path: path.fork_tokens)
+
+    def walk(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            if node is not self.root:
+                yield node
+            stack.extend(node.children or ())
+
+    def _follow(self, node: Node, tokens: bytes, depth: int, tag: bytes) -> list[Node]:
+        size = self.block_size * TOKEN_BYTES
+        found: list[Node] = []
+        for start in range(depth * size, len(tokens) - size + 1, size):
+            child = node.find_child(tag + tokens[start : start + size])
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def _fork(self, nodes: list[Node], tokens: bytes, tags: list[bytes]) -> Path:
+        """The path over `nodes`, and the child at their end that shares most of the tokens that follow."""
+        node = nodes[-1] if nodes else self.root
+        size = self.block_size * TOKEN_BYTES
+        rest = tokens[len(nodes) * size : (len(nodes) + 1) * size]
+        best: tuple[int, bool, bool] = (0, False, False)
+        fork: Node | None = None
+        for tag in tags if node.children and rest else ():
+            assert node.children is not None
+            for near in node.children.neighbours(tag + rest):
+                num_tokens = num_common(near.key, tag + rest) - 1
+                if num_tokens <= 0:
+                    continue
+                # Of several that share as many tokens, the one that ends right there can be extended without a copy.
+                whole = node.children.find(tag + rest[: num_tokens * TOKEN_BYTES])
+                for candidate in (near, whole):
+                    if candidate is None:
+                        continue
+                    rank = num_tokens, self._may_extend(candidate, num_tokens), candidate.block_id is not None
+                    if rank > best:
+                        best, fork = rank, candidate
+        return Path(tuple(nodes), fork, best[0], best[1])
+
+    @staticmethod
+    def _may_extend(node: Node, num_tokens: int) -> bool:
+        return node.num_tokens == num_tokens and not node.is_public and not node.has_writer
+
+    # --- identity -----------------------------------------------------------------------------------------------------
+
+    def insert(self, parent: Node, key: bytes, block_id: BlockId) -> Node:
+        """A new node on the device."""
+        node = Node(parent, key)
+        if parent.children is None:
+            parent.children = Siblings()
+        parent.children.add(node)
+        self.place(node, block_id)
+        return node
+
+    def mark_branch(self, parent: Node) -> None:
+        """A path goes on below `parent`. If one did before, `parent` and all above it are shared: protect them."""
+        if parent.had_child:
+            self.protect(parent)
+        parent.had_child = True
+
+    def protect(self, node: Node) -> None:
+        above: Node | None = node
+        while above is not None and above is not self.root and above.standing != PROTECTED:
+            self._set_standing(above, PROTECTED)
+            above = above.parent
+
+    def demote(self, node: Node) -> None:
+        """A preempted request's own node goes first."""
+        if node.standing == PROBATION:
+            self._set_standing(node, PREEMPTED)
+
+    def rename(self, node: Node, key: bytes) -> None:
+        """A tail grows, becomes full, or is cut. It must not be on the host: that copy would be stale."""
+        assert node.parent is not None and node.parent.children is not None  # noqa: PT018
+        assert node.num_tokens < self.block_size, "a sealed block never changes"
+        assert node.host_block_id is None, "a copy on the host would be stale"
+        if node.block_id is not None:
+            self.num_unused_slots -= (len(key) - len(node.key)) // TOKEN_BYTES
+        node.parent.children.rename(node, key)
+
+    def remove(self, node: Node) -> None:
+        """Take out a childless node that is on neither tier. `unpin` gives back the pins that it still has."""
+        assert node.parent is not None and node.parent.children is not None  # noqa: PT018
+        assert not node.children, "a parent outlives its children"
+        assert not self.is_attached(node), "its blocks have not been taken back"
+        node.parent.children.remove(node)
+        if not node.parent.children:
+            node.parent.children = None
+        self._refresh(node.parent)
+
+    @staticmethod
+    def is_attached(node: Node) -> bool:
+        return node.block_id is not None or node.host_block_id is not None
+
+    # --- residency ----------------------------------------------------------------------------------------------------
+
+    def place(self, node: Node, block_id: BlockId) -> None:
+        """The node's KV stands (or will, once the planned copy has run) in a device block."""
+        parent = node.parent
+        assert parent is not None and node.block_id is None  # noqa: PT018
+        assert parent is self.root or parent.block_id is not None, "its parent is not on the device"
+        node.block_id = block_id
+        parent.num_device_children += 1
+        self.num_idle += not node.num_pins
+        self.num_protected += node.standing == PROTECTED
+        self.num_unused_slots += self.block_size - node.num_tokens
+        self._refresh(node)
+        self._refresh(parent)
+
+    def displace(self, node: Node) -> BlockId:
+        """Take the device block from a node; it is the caller's now."""
+        parent, block_id = node.parent, node.block_id
+        assert parent is not None and block_id is not None  # noqa: PT018
+        assert not node.num_device_children, "a child on the device needs its parent there"
+        node.block_id = None
+        parent.num_device_children -= 1
+        self.num_idle -= not node.num_pins
+        self.num_protected -= node.standing == PROTECTED
+        self.num_unused_slots -= self.block_size - node.num_tokens
+        self._refresh(node)
+        self._refresh(parent)
+        return block_id
+
+    def place_on_host(self, node: Node, host_block_id: HostBlockId) -> None:
+        assert node.host_block_id is None
+        node.host_block_id = host_block_id
+        self.num_protected_on_host += node.standing == PROTECTED
+        self._refresh(node)
+
+    def displace_from_host(self, node: Node) -> HostBlockId:
+        host_block_id = node.host_block_id
+        assert host_block_id is not None
+        node.host_block_id = None
+        self.num_protected_on_host -= node.standing == PROTECTED
+        self._refresh(node)
+        return host_block_id
+
+    # --- pins ---------------------------------------------------------------------------------------------------------
+
+    def pin(self, node: Node) -> None:
+        """Keep a node and all above it where they are."""
+        at: Node | None = node
+        while at is not None:
+            at.num_pins += 1
+            if at.num_pins > 1:
+                return
+            self.num_idle -= at.block_id is not None
+            if at.standing == PREEMPTED:
+                self._set_standing(at, PROBATION)
+            self._refresh(at)
+            at = at.parent
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin`. What becomes idle counts as used now."""
+        self._clock += 1
+        at: Node | None = node
+        while at is not None:
+            assert at.num_pins > 0, "unpinned more often than pinned"
+            at.num_pins -= 1
+            if at.num_pins:
+                return
+            at.last_used = self._clock
+            self.num_idle += at.block_id is not None
+            self._refresh(at)
+            at = at.parent
+
+    # --- lists of leaves ----------------------------------------------------------------------------------------------
+
+    def _set_standing(self, node: Node, standing: int) -> None:
+        change = (standing == PROTECTED) - (node.standing == PROTECTED)
+        self.num_protected += change * (node.block_id is not None)
+        self.num_protected_on_host += change * (node.host_block_id is not None)
+        node.standing = standing
+        for leaves in (self.device_leaves, self.host_leaves):
+            if node in leaves:
+                leaves.add(node)
+
+    def _refresh(self, node: Node) -> None:
+        """Put a node on, or take it off, the lists that it now belongs to."""
+        if node is self.root:
+            return
+        on_device, on_host, idle = node.block_id is not None, node.host_block_id is not None, not node.num_pins
+        if on_device and idle and not node.num_device_children:
+            if node not in self.device_leaves:
+                self.device_leaves.add(node)
+        else:
+            self.device_leaves.discard(node)
+        if on_host and idle and not on_device and not node.children:
+            if node not in self.host_leaves:
+                self.host_leaves.add(node)
+        else:
+            self.host_leaves.discard(node)
+        if on_device and on_host:
+            self.spare_copies[node] = None
+        else:
+            self.spare_copies.pop(node, None)
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.device_leaves.check()
+        self.host_leaves.check()
+        nodes = list(self.walk())
+        for node in nodes:
+            self._check_node(node)
+        on_device = [node for node in nodes if node.block_id is not None]
+        assert self.num_idle == sum(not node.num_pins for node in on_device)
+        assert self.num_protected == sum(node.standing == PROTECTED for node in on_device)
+        assert self.num_unused_slots == sum(self.block_size - node.num_tokens for node in on_device)
+        on_host = [node for node in nodes if node.host_block_id is not None]
+        assert self.num_protected_on_host == sum(node.standing == PROTECTED for node in on_host)
+        assert len(self.device_leaves) == sum(not (node.num_pins or node.num_device_children) for node in on_device)
+        assert all(node in self.device_leaves for node in on_device if not (node.num_pins or node.num_device_children))
+        host_leaves = [n for n in on_host if n.block_id is None and not n.num_pins and not n.children]
+        assert len(self.host_leaves) == len(host_leaves)
+        assert all(node in self.host_leaves for node in host_leaves)
+        assert set(self.spare_copies) == {node for node in on_device if node.host_block_id is not None}
+        for ids in ([n.block_id for n in on_device], [n.host_block_id for n in on_host]):
+            assert len(set(ids)) == len(ids), "two nodes have the same block"
+
+    def _check_node(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        assert self.is_attached(node), "a node without a block"
+        assert 1 <= node.num_tokens <= self.block_size
+        assert parent is self.root or parent.num_tokens == self.block_size, "a tail has children"
+        assert node.tag == parent.tag or parent.is_public, "a child's scope is wider than its parent's"
+        if node.block_id is not None and parent is not self.root:
+            assert parent.block_id is not None, "on the device under a parent that is not"
+        if node.num_pins and parent is not self.root:
+            assert parent.num_pins > 0, "a pinned child under an idle parent"
+        children = list(node.children or ())
+        assert node.children is None or children, "an empty list of children was kept"
+        assert node.num_device_children == sum(child.block_id is not None for child in children)
+        assert node.num_pins >= sum(child.num_pins > 0 for child in children)
+        if node.children is not None:
+            node.children.check()
+        if node.has_writer:
+            assert node.num_tokens < self.block_size, "a sealed block has a writer"
+            assert node.num_pins > 0, "a writer that does not pin its tail"
+            assert node.block_id is not None

@@ -1,0 +1,555 @@
+"""Which blocks a request computes into, which it finds already computed, and what makes room for them.
+
+The one face of the cache towards the scheduler. It owns device blocks, host blocks, the tree of what they hold, and the
+leases of running requests; it plans copies but makes none, and knows nothing of fairness, text or torch.
+
+A request's life: `admit` (find the longest cached path, pin it), `grow` (blocks for the next tokens), `commit` (they
+have been computed: seal, share), and `finish` or `preempt`, after which its path is idle: cached until the room is
+needed.
+A step's: `take_transfers`, then the runner makes them and computes, then `transfers_done`.
+
+A table grows only at its end. What looks like an exception is not one:
+- Two requests compute the same block at once. The one that commits second keeps computing into its own block, which
+  stays private until it finishes, and goes on below the node of the first.
+- The shared prefix ends inside a block. A public, frozen copy of that block's beginning is made from the block of
+  whoever computed it first; that request's own table is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chatserve.cache.block_pool import CACHED, PRIVATE, BlockPool
+from chatserve.cache.block_tree import PUBLIC_TAG, BlockTree, Node, Path
+from chatserve.cache.host_pool import HostPool
+from chatserve.cache.lease import Lease
+from chatserve.cache.siblings import TOKEN_BYTES, num_common, pack
+from chatserve.cache.transfers import TransferBook
+from chatserve.engine.messages import PoolCounts
+from chatserve.sched.plan import Transfers
+from chatserve.types import BlockId, RequestId, Scope, UserId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Tokens of a sequence whose KV exists: on the device, and beyond these on the host."""
+
+    num_cached: int
+    num_swapped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """KV of the first `num_cached + num_swapped_in` tokens stands in `block_ids` once the step's transfers are done."""
+
+    num_cached: int
+    num_swapped_in: int
+    block_ids: tuple[BlockId, ...]
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_cached + self.num_swapped_in
+
+
+class KVManager:
+    """See the module. Watermarks count free device blocks: below the low one, `reclaim` works up to the high one."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        low_watermark: int | None = None,
+        high_watermark: int | None = None,
+    ) -> None:
+        assert num_blocks > 0, "a cache needs a block"
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.block_size = block_size
+        self._low = num_blocks // 50 if low_watermark is None else low_watermark
+        self._high = max(self._low, num_blocks // 25 if high_watermark is None else high_watermark)
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._device: BlockPool[BlockId] = BlockPool(num_blocks)
+        self._host = HostPool(num_host_blocks)
+        self._tree = BlockTree(block_size)
+        self._transfers = TransferBook(self._tree, self._device, self._host)
+        self._leases: dict[RequestId, Lease] = {}
+        self._new_frozen: list[Node] = []
+        """Frozen nodes whose copy may not have been handed out yet."""
+        self._num_dropped = 0
+        self._num_preemptions = 0
+
+    # --- a request's life ---------------------------------------------------------------------------------------------
+
+    def match(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> PrefixMatch:
+        """How much of a sequence is cached, short of its last token, whose logits are wanted. Changes nothing.
+
+        `num_shared_tokens` decides what is shared when it is computed, not what may be found.
+        """
+        del num_shared_tokens
+        path = self._tree.find(pack(token_ids[:-1]), Scope(user))
+        num_swapped = sum(self.block_size for node in path.nodes if node.block_id is None)
+        if path.fork is not None and path.fork.block_id is None:
+            num_swapped += path.fork_tokens
+        return PrefixMatch(len(path.nodes) * self.block_size + path.fork_tokens - num_swapped, num_swapped)
+
+    def admit(
+        self, request_id: RequestId, token_ids: Sequence[int], user: UserId, num_shared_tokens: int
+    ) -> Admission | None:
+        """Pin the longest cached path of a request that starts, and plan what brings all of it to the device.
+
+        None if there are not enough blocks for that now; then nothing has changed.
+        """
+        assert request_id not in self._leases, f"{request_id} was admitted twice"
+        assert user, "a user must have a name"
+        tokens = pack(token_ids)
+        path = self._affordable(self._tree.find(tokens[:-TOKEN_BYTES], Scope(user)))
+        if path is None:
+            if self._abandon_new_frozen():
+                return self.admit(request_id, token_ids, user, num_shared_tokens)
+            return None
+        num_matched = len(path.nodes) * self.block_size + path.fork_tokens
+        lease = Lease(
+            request_id=request_id,
+            scope=Scope(user),
+            num_shared_tokens=num_shared_tokens,
+            block_ids=[],
+            num_committed=num_matched,
+            leaf=path.nodes[-1] if path.nodes else self._tree.root,
+            num_sealed=len(path.nodes),
+            num_foreign=len(path.nodes),
+            tail=path.fork if path.extends_fork else None,
+            tag=b"",
+            frontier=tokens[len(path.nodes) * self._block_bytes : num_matched * TOKEN_BYTES],
+        )
+        if num_shared_tokens % self.block_size and num_matched < num_shared_tokens:
+            lease.freeze_at = num_shared_tokens
+        lease.tag = self._frontier_tag(lease) if lease.tail is None else lease.tail.tag
+        self._leases[request_id] = lease
+        num_swapped_in = self._bring_in(lease, path)
+        return Admission(num_matched - num_swapped_in, num_swapped_in, tuple(lease.block_ids))
+
+    def grow(self, request_id: RequestId, num_tokens: int) -> tuple[BlockId, ...] | None:
+        """Make room for KV of the first `num_tokens` tokens. The new end of the table; None (and no change) if full."""
+        lease = self._leases[request_id]
+        num_new = -(-num_tokens // self.block_size) - len(lease.block_ids)
+        if num_new <= 0:
+            return ()
+        if num_new > self._num_available and not (self._abandon_new_frozen() and num_new <= self._num_available):
+            return None
+        new = self._acquire(num_new)
+        lease.block_ids.extend(new)
+        return tuple(new)
+
+    def commit(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        """KV of these next tokens stands in the table's blocks: extend the path, seal and share full blocks."""
+        lease = self._leases[request_id]
+        assert lease.num_committed + len(token_ids) <= len(lease.block_ids) * self.block_size, "no room was made"
+        tokens = pack(token_ids)
+        start = 0
+        while start < len(tokens):
+            part = tokens[start : start + self._block_bytes - len(lease.frontier)]
+            start += len(part)
+            lease.frontier += part
+            lease.num_committed += len(part) // TOKEN_BYTES
+            if lease.freeze_at is not None and lease.num_committed >= lease.freeze_at:
+                self._freeze(lease)
+            self._publish(lease)
+
+    def finish(self, request_id: RequestId, keep_tokens: int | None = None) -> None:
+        """End a request. Its first `keep_tokens` computed tokens (None: all) stay cached, unpinned.
+
+        Blocks without computed tokens are freed, and so are those past `keep_tokens` that only this request has used. A
+        sealed block that `keep_tokens` ends in stays as it is: who continues there copies it.
+        """
+        self._end(request_id, keep_tokens)
+
+    def preempt(self, request_id: RequestId) -> None:
+        """End a request that will be admitted again: the blocks that are its own are evicted before any other."""
+        lease = self._end(request_id, None)
+        self._num_preemptions += 1
+        node: Node | None = lease.pinned
+        for _ in range(lease.num_published - lease.num_foreign):
+            if node is None or node.num_pins:
+                break
+            self._tree.demote(node)
+            node = node.parent
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def take_transfers(self) -> Transfers:
+        """What the next step must do before it computes: all swaps out, then all swaps in, then all copies."""
+        self._new_frozen.clear()
+        return self._transfers.take()
+
+    def transfers_done(self, transfers: Transfers) -> None:
+        """The step that made them has finished."""
+        self._transfers.done(transfers)
+
+    # --- background ---------------------------------------------------------------------------------------------------
+
+    def reclaim(self) -> None:
+        """The page daemon: copy cold leaves out ahead of need. It drops nothing, since that would gain nothing."""
+        if self._device.num_free_soon >= self._low:
+            return
+        while self._device.num_free_soon < self._high:
+            victim = self._victim()
+            if victim is None or not self._leave_device(victim):
+                return
+
+    def hint(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
+        """A request for this path is likely soon: count it as used, and bring it back as far as blocks are free."""
+        del num_shared_tokens
+        path = self._tree.find(pack(token_ids), Scope(user))
+        nodes = path.nodes if path.fork is None else (*path.nodes, path.fork)
+        if not nodes:
+            return
+        self._tree.pin(nodes[-1])
+        for node in nodes:
+            if node.block_id is not None:
+                continue
+            if self._device.num_free <= self._low:
+                break
+            self._transfers.swap_in(node, self._device.acquire())
+        self._tree.unpin(nodes[-1])
+
+    def release(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
+        """Forget a deleted session's path, from its end up to what is public, running, or part of another path."""
+        del num_shared_tokens
+        path = self._tree.find(pack(token_ids), Scope(user))
+        whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
+        nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
+        for node in reversed(nodes):
+            if node.is_public or node.num_pins or node.children:
+                return
+            self._forget(node)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def counts(self) -> tuple[PoolCounts, PoolCounts]:
+        """Device and host. On the device, what is owned and not idle is pinned."""
+        pinned = self._device.num_owned - self._tree.num_idle
+        return self._device.counts(pinned=pinned), self._host.counts(pinned=0)
+
+    def block_map(self) -> str:
+        """One letter a device block: f(ree), c(ached), p(rivate), t(ransit); capitals where it is pinned."""
+        idle = {node.block_id for node in self._tree.walk() if not node.num_pins}
+        letters = []
+        for index in range(self.num_blocks):
+            block_id = BlockId(index)
+            letter = self._device.letter(block_id)
+            pinned = self._device.owner(block_id) in (PRIVATE, CACHED) and block_id not in idle
+            letters.append(letter.upper() if pinned else letter)
+        return "".join(letters)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Totals since the start."""
+        return {
+            "copies": self._transfers.num_copies,
+            "swapped_out_blocks": self._transfers.num_swapped_out,
+            "swapped_in_blocks": self._transfers.num_swapped_in,
+            "dropped_blocks": self._num_dropped + self._host.num_dropped,
+            "preemptions": self._num_preemptions,
+        }
+
+    def wasted_slots(self) -> int:
+        """Token slots in device blocks that are taken and hold nothing: the ends of sequences, and room just made."""
+        private = sum(lease.num_unused_slots(self.block_size) for lease in self._leases.values())
+        return self._tree.num_unused_slots + private
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_available(self) -> int:
+        """Blocks that are free or that eviction can free: every idle block, one leaf after the other."""
+        return self._device.num_free + self._tree.num_idle
+
+    def _affordable(self, path: Path) -> Path | None:
+        """The path, or it without its fork, if all of it can be on the device at once beside what is pinned.
+
+        Without the fork means recomputing less than a block. Were it not an option, a request that fills the whole pool
+        could never fork: the block it copies from would take the last place.
+        """
+        for option in (path, Path(path.nodes, None, 0, extends_fork=False)):
+            nodes = option.nodes if option.fork is None else (*option.nodes, option.fork)
+            num_idle = sum(not node.num_pins and node.block_id is not None for node in nodes)
+            if self._num_blocks_to_bring_in(option) <= self._num_available - num_idle:
+                return option
+        return None
+
+    @staticmethod
+    def _num_blocks_to_bring_in(path: Path) -> int:
+        num_blocks = sum(node.block_id is None for node in path.nodes)
+        if path.fork is not None:
+            num_blocks += not path.extends_fork or path.fork.block_id is None
+        return num_blocks
+
+    def _bring_in(self, lease: Lease, path: Path) -> int:
+        """Pin an affordable path and put all of it into the lease's table. How many tokens come from the host."""
+        tree, transfers, fork = self._tree, self._transfers, path.fork
+        tree.pin(lease.leaf)
+        if fork is not None:
+            tree.pin(fork)
+        new = iter(self._acquire(self._num_blocks_to_bring_in(path)))
+        num_swapped_in = 0
+        for node in path.nodes:
+            if node.block_id is None:
+                transfers.swap_in(node, next(new))
+                num_swapped_in += self.block_size
+        lease.block_ids += [node.block_id for node in path.nodes if node.block_id is not None]
+        if fork is None:
+            return num_swapped_in
+        if fork.block_id is None:
+            num_swapped_in += path.fork_tokens
+        if path.extends_fork:
+            if fork.block_id is None:
+                transfers.swap_in(fork, next(new))
+            assert fork.block_id is not None
+            fork.has_writer = True
+            lease.block_ids.append(fork.block_id)
+            tree.unpin(lease.leaf)
+            return num_swapped_in
+        block_id = next(new)
+        if fork.block_id is None:
+            transfers.load(fork, block_id)
+        else:
+            transfers.copy(fork.block_id, block_id, path.fork_tokens, fork)
+        lease.block_ids.append(block_id)
+        if fork.is_public:
+            tree.protect(fork)
+        tree.unpin(fork)
+        return num_swapped_in
+
+    # --- publishing ---------------------------------------------------------------------------------------------------
+
+    def _frontier_tag(self, lease: Lease) -> bytes:
+        """A block is public if all of it, and all above it, is shared."""
+        end = (lease.num_sealed + 1) * self.block_size
+        if lease.leaf.is_public and end <= lease.num_shared_tokens:
+            return PUBLIC_TAG
+        return self._tree.tag(lease.scope)
+
+    def _publish(self, lease: Lease) -> None:
+        """The frontier has grown: show it in the tree, and go on below it if its block is full."""
+        tree = self._tree
+        key = lease.tag + lease.frontier
+        is_full = len(lease.frontier) == self._block_bytes
+        twin = lease.leaf.find_child(key)
+        if twin is not None:
+            if lease.tail is not None:
+                self._unpublish(lease)
+            if is_full:
+                self._join(lease, twin)
+                self._seal(lease, twin)
+            return
+        if lease.tail is None:
+            block_id = lease.block_ids[lease.num_sealed]
+            self._device.cache(block_id)
+            lease.tail = tree.insert(lease.leaf, key, block_id)
+            tree.mark_branch(lease.leaf)
+            tree.pin(lease.tail)
+            tree.unpin(lease.leaf)
+        else:
+            self._drop_host_copy(lease.tail)
+            tree.rename(lease.tail, key)
+        lease.tail.has_writer = not is_full
+        if is_full:
+            self._seal(lease, lease.tail)
+
+    def _seal(self, lease: Lease, node: Node) -> None:
+        lease.leaf = node
+        lease.tail = None
+        lease.num_sealed += 1
+        lease.frontier = b""
+        lease.tag = self._frontier_tag(lease)
+
+    def _join(self, lease: Lease, twin: Node) -> None:
+        """Go on below a node that has the tokens of our full block. It takes our block if it has none here."""
+        block_id = lease.block_ids[lease.num_sealed]
+        self._tree.pin(twin)
+        self._tree.unpin(lease.leaf)
+        if twin.block_id is None:
+            self._device.cache(block_id)
+            self._tree.place(twin, block_id)
+        else:
+            lease.twins.append(block_id)
+        lease.num_foreign = lease.num_sealed + 1
+
+    def _unpublish(self, lease: Lease) -> None:
+        """The tail's tokens are another node's too: its block is private again. Copies from it may be under way."""
+        tail = lease.tail
+        assert tail is not None
+        tail.has_writer = False
+        self._drop_host_copy(tail)
+        self._tree.pin(lease.leaf)
+        self._device.uncache(self._tree.displace(tail))
+        self._tree.remove(tail)
+        self._tree.unpin(tail)
+        lease.tail = None
+
+    def _freeze(self, lease: Lease) -> None:
+        """Put the partial end of the shared prefix into the tree, as a copy, so that every user finds it.
+
+        Done where a block can be had for it, and taken back if the room is wanted before the copy has been handed out.
+        """
+        assert lease.freeze_at is not None
+        num_tokens = lease.freeze_at - lease.num_sealed * self.block_size
+        lease.freeze_at = None
+        key = PUBLIC_TAG + lease.frontier[: num_tokens * TOKEN_BYTES]
+        near = () if lease.leaf.children is None else lease.leaf.children.neighbours(key)
+        if any(num_common(node.key, key) * TOKEN_BYTES == len(key) for node in near):
+            return
+        if not lease.leaf.is_public or not self._num_available:
+            return
+        (block_id,) = self._acquire(1)
+        self._device.cache(block_id)
+        frozen = self._tree.insert(lease.leaf, key, block_id)
+        self._transfers.copy(lease.block_ids[lease.num_sealed], block_id, num_tokens, frozen)
+        self._new_frozen.append(frozen)
+
+    def _abandon_new_frozen(self) -> bool:
+        """Give up frozen nodes that nothing but their own planned copy pins. True if that made room."""
+        made_room = False
+        for node in self._new_frozen:
+            if node.num_pins == 1 and node.block_id is not None and self._transfers.abandon_copy(node.block_id):
+                self._forget(node)
+                made_room = True
+        self._new_frozen.clear()
+        return made_room
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def _end(self, request_id: RequestId, keep_tokens: int | None) -> Lease:
+        lease = self._leases.pop(request_id)
+        keep = lease.num_committed if keep_tokens is None else min(keep_tokens, lease.num_committed)
+        for block_id in lease.private_blocks():
+            self._device.release(block_id)
+        if lease.tail is not None:
+            lease.tail.has_writer = False
+            self._cut_tail(lease, keep - lease.num_sealed * self.block_size)
+        self._tree.unpin(lease.pinned)
+        node = lease.leaf
+        num_kept = max(-(-keep // self.block_size), lease.num_foreign)
+        while lease.num_sealed > num_kept and lease.tail is None and not node.num_pins and not node.children:
+            assert node.parent is not None
+            lease.leaf = node.parent
+            lease.num_sealed -= 1
+            self._forget(node)
+            node = lease.leaf
+        return lease
+
+    def _cut_tail(self, lease: Lease, num_tokens: int) -> None:
+        """Keep the first `num_tokens` of the tail, in the same block. Copies being made of it have their own length."""
+        tail = lease.tail
+        assert tail is not None
+        if num_tokens >= tail.num_tokens:
+            return
+        key = lease.tag + lease.frontier[: max(num_tokens, 0) * TOKEN_BYTES]
+        if num_tokens > 0 and lease.leaf.find_child(key) is None:
+            self._drop_host_copy(tail)
+            self._tree.rename(tail, key)
+        else:
+            block_id = lease.block_ids[lease.num_sealed]
+            self._unpublish(lease)
+            self._device.release(block_id)
+
+    def _drop_host_copy(self, node: Node) -> None:
+        if node.host_block_id is not None:
+            self._host.release(self._tree.displace_from_host(node))
+
+    def _forget(self, node: Node) -> None:
+        """Free an idle, childless node on both tiers."""
+        if node.block_id is not None:
+            self._device.release(self._tree.displace(node))
+        self._drop_host_copy(node)
+        self._tree.remove(node)
+
+    # --- eviction -----------------------------------------------------------------------------------------------------
+
+    def _acquire(self, num_blocks: int) -> list[BlockId]:
+        """Take blocks that are known to be available, evicting the coldest leaves for them."""
+        while self._device.num_free < num_blocks:
+            victim = self._victim()
+            assert victim is not None, "fewer blocks than were counted as available"
+            if not self._leave_device(victim):
+                self._drop(victim)
+        return [self._device.acquire() for _ in range(num_blocks)]
+
+    def _victim(self) -> Node | None:
+        return self._tree.device_leaves.victim(protect=self._tree.num_protected <= self.num_blocks // 2)
+
+    def _leave_device(self, node: Node) -> bool:
+        """Move an idle leaf to the host alone; False if it has no place there."""
+        if node.host_block_id is not None:
+            self._device.release(self._tree.displace(node))
+            return True
+        host_block_id = self._host.acquire_for(node, self._tree)
+        if host_block_id is None:
+            return False
+        self._transfers.swap_out(node, host_block_id)
+        return True
+
+    def _drop(self, node: Node) -> None:
+        """Forget an idle node and, since a parent outlives its children, all below it."""
+        below = [node]
+        for parent in below:
+            below.extend(parent.children or ())
+        for each in reversed(below):
+            self._forget(each)
+        self._num_dropped += len(below)
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant of the cache, by a walk over all of it."""
+        self._device.check()
+        self._host.check()
+        self._tree.check()
+        self._transfers.check()
+        nodes = list(self._tree.walk())
+        leases = list(self._leases.values())
+        self._check_pins(nodes, leases)
+        on_device = {node.block_id for node in nodes} - {None}
+        on_host = {node.host_block_id for node in nodes} - {None}
+        assert on_device == {i for i in range(self.num_blocks) if self._device.owner(BlockId(i)) == CACHED}
+        assert len(on_host) == self._host.num_owned, "a host block is lost"
+        private = [block_id for lease in leases for block_id in lease.private_blocks()]
+        assert len(set(private)) == len(private), "two requests write the same block"
+        assert set(private) == {i for i in range(self.num_blocks) if self._device.owner(BlockId(i)) == PRIVATE}
+        writers = [lease.tail for lease in leases if lease.tail is not None]
+        assert len(set(writers)) == len(writers), "a tail has two writers"
+        assert set(writers) == {node for node in nodes if node.has_writer}
+        for lease in leases:
+            self._check_lease(lease)
+
+    def _check_pins(self, nodes: list[Node], leases: list[Lease]) -> None:
+        num_pins = dict.fromkeys([self._tree.root, *nodes], 0)
+        transferred = self._transfers.pinned()
+        gone = {node for node in transferred if not self._tree.is_attached(node)}
+        for node in (*transferred, *(lease.pinned for lease in leases)):
+            num_pins[node] = num_pins.get(node, 0) + 1
+        for node in (*gone, *reversed(nodes)):
+            if num_pins[node]:
+                assert node.parent is not None
+                num_pins[node.parent] += 1
+        for node, expected in num_pins.items():
+            assert node.num_pins == expected, f"{node.num_pins} pins where {expected} are accounted for"
+
+    def _check_lease(self, lease: Lease) -> None:
+        assert lease.num_sealed * self.block_size + len(lease.frontier) // TOKEN_BYTES == lease.num_committed
+        assert lease.num_committed <= len(lease.block_ids) * self.block_size
+        if lease.tail is not None:
+            assert lease.tail.key == lease.tag + lease.frontier
+            assert lease.tail.parent is lease.leaf
+            assert lease.tail.block_id == lease.block_ids[lease.num_sealed]
+        node, depth, twins = lease.leaf, lease.num_sealed, set(lease.twins)
+        while node.parent is not None:
+            depth -= 1
+            assert node.block_id is not None, "a running request's path is not on the device"
+            block_id = lease.block_ids[depth]
+            assert node.block_id == block_id or block_id in twins, "the table has another block than the path"
+            node = node.parent
+        assert depth == 0, "the path is longer or shorter than its depth"

@@ -1,0 +1,155 @@
+"""Copies between blocks: planned, handed out, running, finished.
+
+A step makes all its swaps out, then all swaps in, then all copies on the device, and then computes. The book keeps the
+blocks of each transfer held, and the nodes that one reads or fills pinned, from the moment it is planned until the step
+that made it is done. So nothing is freed, evicted or overwritten under a copy, whatever becomes of the request that
+wanted it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chatserve.cache.block_pool import BlockPool
+from chatserve.cache.block_tree import BlockTree, Node
+from chatserve.cache.host_pool import HostPool
+from chatserve.sched.plan import BlockCopy, SwapIn, SwapOut, Transfers
+from chatserve.types import BlockId, HostBlockId
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    transfers: Transfers
+    pinned: tuple[Node, ...]
+
+
+class TransferBook:
+    """Writes holds and pins; decides nothing."""
+
+    __slots__ = (
+        "_copies",
+        "_device",
+        "_host",
+        "_running",
+        "_swap_in",
+        "_swap_out",
+        "_tree",
+        "num_copies",
+        "num_swapped_in",
+        "num_swapped_out",
+    )
+
+    def __init__(self, tree: BlockTree, device: BlockPool[BlockId], host: HostPool) -> None:
+        self._tree = tree
+        self._device = device
+        self._host = host
+        self._swap_out: list[SwapOut] = []
+        self._swap_in: list[tuple[SwapIn, Node]] = []
+        self._copies: dict[BlockId, tuple[BlockCopy, Node]] = {}
+        self._running: list[_Batch] = []
+        self.num_copies = 0
+        self.num_swapped_in = 0
+        self.num_swapped_out = 0
+
+    # --- planning -----------------------------------------------------------------------------------------------------
+
+    def swap_out(self, node: Node, dst: HostBlockId) -> None:
+        """Move an idle leaf to the host. Its device block can be used again by the very step that copies it out."""
+        src = self._tree.displace(node)
+        self._tree.place_on_host(node, dst)
+        self._host.hold(dst)
+        self._device.vacate(src)
+        self._swap_out.append(SwapOut(src=src, dst=dst))
+
+    def swap_in(self, node: Node, dst: BlockId) -> None:
+        """Bring a node back to the device, into a private block that becomes its own. It stays on the host as well."""
+        self._device.cache(dst)
+        self._tree.place(node, dst)
+        self.load(node, dst)
+
+    def load(self, node: Node, dst: BlockId) -> None:
+        """Copy a node that is on the host into a request's private block: copy-on-write without a block in between."""
+        assert node.host_block_id is not None
+        self._host.hold(node.host_block_id)
+        self._device.hold(dst)
+        self._tree.pin(node)
+        self._swap_in.append((SwapIn(src=node.host_block_id, dst=dst), node))
+
+    def copy(self, src: BlockId, dst: BlockId, num_tokens: int, node: Node) -> None:
+        """Copy the first slots of `src`, and keep `node`, from which or for which it is made, in place until then.
+
+        Copies of one step may run in any order, so one from the target of another reads that one's source instead.
+        """
+        if src in self._copies:
+            src = self._copies[src][0].src
+        self._device.hold(src)
+        self._device.hold(dst)
+        self._tree.pin(node)
+        self._copies[dst] = BlockCopy(src=src, dst=dst, num_tokens=num_tokens), node
+
+    def abandon_copy(self, dst: BlockId) -> bool:
+        """Take back a copy that has not been handed out; False if it has."""
+        if dst not in self._copies:
+            return False
+        copy, node = self._copies.pop(dst)
+        self._device.unhold(copy.src)
+        self._device.unhold(copy.dst)
+        self._tree.unpin(node)
+        return True
+
+    # --- a step's life ------------------------------------------------------------------------------------------------
+
+    def take(self) -> Transfers:
+        """Hand out all that is planned."""
+        transfers = Transfers(
+            swap_out=tuple(self._swap_out),
+            swap_in=tuple(swap for swap, _ in self._swap_in),
+            copies=tuple(copy for copy, _ in self._copies.values()),
+        )
+        self._device.close_step()
+        if not transfers:
+            return transfers
+        pinned = (*(node for _, node in self._swap_in), *(node for _, node in self._copies.values()))
+        self._running.append(_Batch(transfers, pinned))
+        self._swap_out.clear()
+        self._swap_in.clear()
+        self._copies.clear()
+        self.num_swapped_out += len(transfers.swap_out)
+        self.num_swapped_in += len(transfers.swap_in)
+        self.num_copies += len(transfers.copies)
+        return transfers
+
+    def done(self, transfers: Transfers) -> None:
+        """The step that made these transfers has finished."""
+        if not transfers:
+            return
+        index = next((i for i, batch in enumerate(self._running) if batch.transfers is transfers), None)
+        assert index is not None, "these transfers are not running"
+        batch = self._running.pop(index)
+        for out in transfers.swap_out:
+            self._device.unhold(out.src)
+            self._host.unhold(out.dst)
+        for swap in transfers.swap_in:
+            self._host.unhold(swap.src)
+            self._device.unhold(swap.dst)
+        for copy in transfers.copies:
+            self._device.unhold(copy.src)
+            self._device.unhold(copy.dst)
+        for node in batch.pinned:
+            self._tree.unpin(node)
+
+    def pinned(self) -> list[Node]:
+        """Nodes that transfers keep in place, once for each transfer."""
+        running = [node for batch in self._running for node in batch.pinned]
+        return [*running, *(node for _, node in self._swap_in), *(node for _, node in self._copies.values())]
+
+    def check(self) -> None:
+        written = [swap.dst for swap, _ in self._swap_in] + list(self._copies)
+        assert len(set(written)) == len(written), "two copies of one step write the same block"
+        read = {copy.src for copy, _ in self._copies.values()}
+        assert not read & set(self._copies), "a copy reads what another one of the same step writes"
+        assert len({out.dst for out in self._swap_out}) == len(self._swap_out)
+        for block_id in (*written, *read, *(out.src for out in self._swap_out)):
+            assert self._device.is_held(block_id), f"device block {block_id} is copied but not held"
+        for host_block_id in (*(out.dst for out in self._swap_out), *(swap.src for swap, _ in self._swap_in)):
+            assert self._host.is_held(host_block_id), f"host block {host_block_id} is copied but not held"
