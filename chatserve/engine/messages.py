@@ -153,6 +153,9 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     detail: str
     retry_after_s: float | None = None
+    prompt_tokens: int | None = None
+    """With `context_tokens`, the numbers of a `context_overflow`."""
+    context_tokens: int | None = None
 
 
 class PoolCounts(msgspec.Struct, frozen=True):

@@ -105,5 +105,16 @@ class Runner(Protocol):
     """Executes plans. Device and host blocks are addressed by index alone."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end."""
+        """Run one step to its end. Forgetting a request that is not known does nothing.
+
+        Raises:
+            StepFailedError: the rows could not be computed; the transfers were made, and the next plan may come.
+        """
         ...
+
+
+class StepFailedError(Exception):
+    """Raised by a runner that can go on: the step's transfers were made, but its rows were not computed.
+
+    Running out of memory in a forward pass is one. The rows' requests are ended; their KV is garbage and is dropped.
+    """

@@ -1,0 +1,74 @@
+"""Puts an engine together around a runner, with sizes that fit each other."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Final, Protocol
+
+from chatserve.cache.kv_manager import KVManager
+from chatserve.engine.engine import Engine
+from chatserve.engine.messages import EngineInfo
+from chatserve.errors import StartupError
+from chatserve.sched.plan import Runner
+from chatserve.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from chatserve.config import EngineSettings
+
+_CPU_BATCHED_TOKENS: Final = 512
+_GPU_BATCHED_TOKENS: Final = 8192
+_LEAST_BLOCKS: Final = 2
+
+
+class SizedRunner(Runner, Protocol):
+    """A runner that knows its model's limits and how many blocks it has room for."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_host_blocks(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def device(self) -> object: ...
+
+
+def build_engine(settings: EngineSettings, runner: SizedRunner) -> Engine:
+    """An engine of a new epoch.
+
+    One block of the pool is set aside in the longest request's reckoning: while it copies a block on write, it holds
+    both.
+
+    Raises:
+        StartupError: the pool is too small for anything.
+    """
+    if runner.num_blocks < _LEAST_BLOCKS:
+        raise StartupError(
+            f"the KV cache has room for {runner.num_blocks} blocks of {settings.block_size} tokens and at least "
+            f"{_LEAST_BLOCKS} are needed: raise --kv-cache-memory"
+        )
+    context_tokens = min(runner.context_tokens, (runner.num_blocks - 1) * settings.block_size)
+    if settings.context_tokens:
+        context_tokens = min(context_tokens, settings.context_tokens)
+    device = str(runner.device)
+    default_budget = _GPU_BATCHED_TOKENS if device.startswith("cuda") else _CPU_BATCHED_TOKENS
+    kv = KVManager(num_blocks=runner.num_blocks, num_host_blocks=runner.num_host_blocks, block_size=settings.block_size)
+    scheduler = Scheduler(
+        kv,
+        max_batched_tokens=settings.max_batched_tokens or default_budget,
+        max_running=settings.max_running,
+        max_queued=settings.max_queued,
+        context_tokens=context_tokens,
+    )
+    info = EngineInfo(
+        epoch=secrets.token_hex(8),
+        model=settings.model_name,
+        context_tokens=context_tokens,
+        block_size=settings.block_size,
+        vocab_size=runner.vocab_size,
+        max_queued=settings.max_queued,
+        device=device,
+    )
+    return Engine(kv, scheduler, runner, info)

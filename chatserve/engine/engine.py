@@ -1,0 +1,335 @@
+"""The engine without a process: commands in, one step at a time, events out.
+
+Owns the paths, the runner and what is still to be said; the scheduler owns the requests. Each submit ends in exactly
+one `Finished` or `Rejected`, also where the runner fails. Knows no sockets, no clients and no text; the process around
+it and the tests drive the same `handle` and `step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Final, assert_never
+
+import msgspec
+
+from chatserve.engine.messages import (
+    AnyCommand,
+    CacheReport,
+    Cancel,
+    Drain,
+    EngineInfo,
+    Finished,
+    Hint,
+    Inspect,
+    PathRef,
+    PoolCounts,
+    Queued,
+    Rejected,
+    Release,
+    Started,
+    StepOutput,
+    Submit,
+    TokenDelta,
+)
+from chatserve.engine.paths import PathTable, UnknownPathError
+from chatserve.errors import BadParamsError, ContextOverflowError, OverloadedError
+from chatserve.sched.plan import StepFailedError, StepPlan, StepResult
+from chatserve.types import validate_params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from chatserve.cache.kv_manager import KVManager
+    from chatserve.sched.outcome import Ended, Outcome
+    from chatserve.sched.plan import Runner
+    from chatserve.sched.scheduler import Scheduler
+    from chatserve.types import RequestId
+
+_log: Final = logging.getLogger(__name__)
+
+_FIRST_GUESS_S: Final = 1.0
+"""Time between two ends of requests, before any was seen."""
+
+
+class Engine:
+    """`handle` takes a command at once; `step` runs one step of the model and says what came of both."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        paths: PathTable | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self._kv = kv
+        self._scheduler = scheduler
+        self._runner = runner
+        self._paths = PathTable() if paths is None else paths
+        self._clock = clock
+        self._bases: dict[RequestId, PathRef] = {}
+        """What live requests continue, so that their own paths can."""
+        self._rejected: list[Rejected] = []
+        self._reports: list[CacheReport] = []
+        self._draining = False
+        self._stirred = False
+        """Blocks may be on the move without any request."""
+        self._last_end_s: float | None = None
+        self._mean_gap_s = _FIRST_GUESS_S
+        self._counters = dict.fromkeys(
+            (
+                "prompt_tokens_cached",
+                "prompt_tokens_swapped_in",
+                "prompt_tokens_computed",
+                "output_tokens",
+                "steps",
+            ),
+            0,
+        )
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to say. Where not, nothing changes until the next command."""
+        return self._scheduler.has_work or self._stirred or bool(self._rejected or self._reports)
+
+    @property
+    def is_drained(self) -> bool:
+        """Asked to drain, and nothing runs or waits."""
+        return self._draining and not self._scheduler.has_work
+
+    def is_live(self, request_id: RequestId) -> bool:
+        """Whether the request waits or runs."""
+        return request_id in self._scheduler
+
+    def report(self, command: Inspect) -> CacheReport:
+        """The state of the cache, as it is now."""
+        device, host = self._kv.counts()
+        return CacheReport(
+            inspect_tag=command.inspect_tag,
+            block_size=self.info.block_size,
+            device=PoolCounts(**{name: getattr(device, name) for name in PoolCounts.__struct_fields__}),
+            host=PoolCounts(**{name: getattr(host, name) for name in PoolCounts.__struct_fields__}),
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            counters=self._counters
+            | dict(self._kv.counters)
+            | {"preemptions": self._scheduler.num_preemptions, "wasted_slots": self._kv.wasted_slots()},
+            block_map=self._kv.block_map() if command.with_map else "",
+        )
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def handle(self, command: AnyCommand) -> None:
+        """Take one command. Whatever it causes is said by the next `step`."""
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel(request_id, keep):
+                self._scheduler.cancel(request_id, keep)
+            case Hint():
+                self._hint(command)
+            case Release():
+                self._release(command)
+            case Inspect():
+                self._reports.append(self.report(command))
+            case Drain():
+                self._draining = True
+            case _:
+                assert_never(command)
+
+    def _submit(self, submit: Submit) -> None:
+        if self._draining:
+            self._reject(submit, "overloaded", "the engine is about to stop", retry_after_s=_FIRST_GUESS_S)
+            return
+        token_ids: list[int] = []
+        if submit.base is not None:
+            if submit.base.epoch != self.info.epoch:
+                self._reject(submit, "need_tokens", "the base is of another engine process")
+                return
+            try:
+                token_ids = self._paths.read(submit.user, submit.base.handle, submit.base.num_tokens)
+            except UnknownPathError:
+                self._reject(submit, "need_tokens", f"the engine does not know path {submit.base.handle}")
+                return
+        token_ids += submit.token_ids
+        fault = self._fault_of(submit, len(token_ids))
+        if fault is not None:
+            self._reject(submit, "bad_params", fault)
+            return
+        try:
+            self._scheduler.submit(
+                request_id=submit.request_id,
+                user=submit.user,
+                token_ids=token_ids,
+                num_shared_tokens=submit.num_shared_tokens,
+                num_prompt_tokens=submit.num_prompt_tokens,
+                sampling=submit.sampling,
+                stop_token_ids=submit.stop_token_ids,
+            )
+        except ContextOverflowError as error:
+            self._rejected.append(
+                Rejected(request_id=submit.request_id, code=error.code, detail=error.detail, **error.fields)
+            )
+        except OverloadedError as error:
+            self._reject(submit, error.code, error.detail, retry_after_s=self._retry_after_s())
+        else:
+            if submit.base is not None:
+                self._bases[submit.request_id] = submit.base
+
+    def _fault_of(self, submit: Submit, num_tokens: int) -> str | None:
+        """What is wrong with a submit, if anything: a client's mistake must not reach the model."""
+        ids, vocab_size = submit.token_ids, self.info.vocab_size
+        fault = None
+        if submit.request_id in self._scheduler:
+            fault = f"request {submit.request_id} is running already"
+        elif ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+            fault = f"token id {bad} is outside the vocabulary of {vocab_size}"
+        elif not 0 < submit.num_prompt_tokens <= num_tokens:
+            fault = f"num_prompt_tokens must be from 1 to {num_tokens}, not {submit.num_prompt_tokens}"
+        elif not 0 <= submit.num_shared_tokens <= num_tokens:
+            fault = f"num_shared_tokens must be from 0 to {num_tokens}, not {submit.num_shared_tokens}"
+        elif submit.sampling.seed is None:
+            fault = "sampling.seed must be set"
+        else:
+            try:
+                validate_params(msgspec.structs.asdict(submit.sampling))
+            except BadParamsError as error:
+                fault = error.detail
+        return fault
+
+    def _reject(self, submit: Submit, code: str, detail: str, retry_after_s: float | None = None) -> None:
+        self._rejected.append(
+            Rejected(request_id=submit.request_id, code=code, detail=detail, retry_after_s=retry_after_s)
+        )
+
+    def _retry_after_s(self) -> float:
+        """About the time in which a tenth of the queue is served, at the pace of late."""
+        return min(60.0, max(1.0, self._mean_gap_s * self._scheduler.num_waiting / 10))
+
+    def _hint(self, hint: Hint) -> None:
+        token_ids = self._read(hint.path, hint)
+        if token_ids is not None:
+            num_shared_tokens = self._paths.num_shared_tokens(hint.user, hint.path.handle)
+            self._kv.hint(token_ids, hint.user, min(num_shared_tokens, len(token_ids)))
+            self._stirred = True
+
+    def _release(self, release: Release) -> None:
+        for path in release.paths:
+            token_ids = self._read(path, release)
+            if token_ids is not None:
+                num_shared_tokens = self._paths.num_shared_tokens(release.user, path.handle)
+                self._kv.release(token_ids, release.user, min(num_shared_tokens, len(token_ids)))
+                self._paths.forget(path.handle)
+                self._stirred = True
+
+    def _read(self, path: PathRef, command: Hint | Release) -> list[int] | None:
+        """The path's ids, if it is known: a hint or a release of what is forgotten does nothing."""
+        if path.epoch != self.info.epoch:
+            return None
+        try:
+            return self._paths.read(command.user, path.handle, path.num_tokens)
+        except UnknownPathError:
+            return None
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput | None:
+        """Run one step, if there is anything to run, and say what happened since the last. None: nothing.
+
+        Raises whatever the runner raises that is no `StepFailedError`, if blocks were on the move in that step: what
+        stands in them is unknown then, and only a new process can go on.
+        """
+        if self._scheduler.has_work or self._stirred:
+            plan = self._scheduler.schedule()
+            self._stirred = bool(plan.transfers)
+            outcome = self._execute(plan) if plan else self._scheduler.commit(plan, StepResult(plan.step, ()))
+        else:
+            outcome = self._scheduler.take_outcome()
+        return self._say(outcome)
+
+    def _execute(self, plan: StepPlan) -> Outcome:
+        try:
+            result = self._runner.execute(plan)
+        except StepFailedError as error:
+            detail = str(error)
+        except Exception as error:
+            if plan.transfers:
+                raise
+            detail = f"{type(error).__name__}: {error}"
+        else:
+            self._counters["steps"] += 1
+            return self._scheduler.commit(plan, result)
+        _log.error("step %d failed, and its %d requests with it: %s", plan.step, len(plan.rows), detail)
+        return self._scheduler.fail(plan, detail)
+
+    def _say(self, outcome: Outcome) -> StepOutput | None:
+        output = StepOutput(
+            rejected=tuple(self._rejected),
+            queued=tuple([Queued(waiting.request_id, waiting.position) for waiting in outcome.waiting]),
+            started=tuple(
+                [
+                    self._start(begun.request_id, begun.num_submitted, begun.num_cached, begun.num_swapped_in)
+                    for begun in outcome.begun
+                ]
+            ),
+            deltas=tuple([TokenDelta(s.request_id, s.index, (s.token_id,)) for s in outcome.sampled]),
+            finished=tuple([self._finish(ended) for ended in outcome.ended]),
+            reports=tuple(self._reports),
+        )
+        self._counters["output_tokens"] += len(outcome.sampled)
+        self._rejected.clear()
+        self._reports.clear()
+        something = (
+            output.rejected or output.queued or output.started or output.deltas or output.finished or output.reports
+        )
+        return output if something else None
+
+    def _start(self, request_id: RequestId, num_submitted: int, num_cached: int, num_swapped_in: int) -> Started:
+        num_computed = num_submitted - num_cached - num_swapped_in
+        self._counters["prompt_tokens_cached"] += num_cached
+        self._counters["prompt_tokens_swapped_in"] += num_swapped_in
+        self._counters["prompt_tokens_computed"] += num_computed
+        return Started(request_id, num_submitted, num_cached, num_swapped_in, num_computed)
+
+    def _finish(self, ended: Ended) -> Finished:
+        base = self._bases.pop(ended.request_id, None)
+        handle = self._paths.add(
+            ended.user,
+            ended.token_ids,
+            num_shared_tokens=ended.num_shared_tokens,
+            base=None if base is None else base.handle,
+            num_inherited=0 if base is None else base.num_tokens,
+        )
+        now_s = self._clock()
+        if self._last_end_s is not None:
+            self._mean_gap_s += (now_s - self._last_end_s - self._mean_gap_s) / 16
+        self._last_end_s = now_s
+        return Finished(
+            request_id=ended.request_id,
+            reason=ended.reason.value,
+            num_output_tokens=ended.num_output_tokens,
+            path=PathRef(self.info.epoch, handle, len(ended.token_ids)),
+            stop_token_id=ended.stop_token_id,
+            detail=ended.detail,
+        )
+
+    def check(self) -> None:
+        """Assert what must hold between steps; where nothing runs, that nothing is held either."""
+        self._scheduler.check()
+        self._kv.check()
+        self._paths.check()
+        assert all(request_id in self._scheduler for request_id in self._bases)
+        if not self.has_work:
+            device, host = self._kv.counts()
+            for pool in (device, host):
+                assert pool.pinned == 0, f"idle, and {pool} has pinned blocks"
+                assert pool.private == 0, f"idle, and {pool} has private blocks"
+                assert pool.transit == 0, f"idle, and {pool} has blocks on the move"
+                assert pool.free + pool.cached == pool.total

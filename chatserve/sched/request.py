@@ -1,0 +1,142 @@
+"""One generation as the scheduler sees it: token ids, how far their KV is computed, and when it has to end.
+
+Plain state without policy; only the scheduler writes it. Knows nothing of blocks but their count.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chatserve.types import RequestId, SamplingParams, UserId
+
+
+class Phase(enum.Enum):
+    """Where a request is. It starts `WAITING`, and `FINISHED` is final."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """Token ids of prompt and output in one list, of which KV of the first `num_computed` stands in blocks.
+
+    `max_length` is the length in tokens at which the generation ends with reason `length`. `arrival` orders requests
+    by age and is unique. Tokens from `num_submitted` on are this run's output.
+    """
+
+    __slots__ = (
+        "arrival",
+        "blocked_on",
+        "capacity",
+        "max_length",
+        "num_computed",
+        "num_leaders",
+        "num_prompt_tokens",
+        "num_shared_tokens",
+        "num_submitted",
+        "phase",
+        "request_id",
+        "sampling",
+        "started",
+        "stop_token_ids",
+        "token_ids",
+        "told_position",
+        "user",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        user: UserId,
+        token_ids: list[int],
+        num_shared_tokens: int,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        stop_token_ids: frozenset[int],
+        context_tokens: int,
+        arrival: int,
+    ) -> None:
+        self.request_id = request_id
+        self.user = user
+        self.token_ids = token_ids
+        self.num_shared_tokens = num_shared_tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_submitted = len(token_ids)
+        self.sampling = sampling
+        self.stop_token_ids = stop_token_ids
+        self.arrival = arrival
+        self.max_length = context_tokens
+        if sampling.max_tokens is not None:
+            self.max_length = min(context_tokens, num_prompt_tokens + sampling.max_tokens)
+        self.phase = Phase.WAITING
+        self.started = False
+        self.num_computed = 0
+        self.capacity = 0
+        """Slots in the request's blocks: KV of so many tokens fits before it must grow."""
+        self.blocked_on: Blocker | None = None
+        self.num_leaders = 0
+        """How many others it has waited for in its life."""
+        self.told_position: int | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of this run."""
+        return len(self.token_ids) - self.num_submitted
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token's KV is missing: one row of one token gives the next."""
+        return self.num_computed == len(self.token_ids) - 1
+
+    def __repr__(self) -> str:
+        return f"<{self.request_id} {self.phase.name.lower()} {self.num_computed}/{len(self.token_ids)}>"
+
+
+class Blocker:
+    """Whom a waiting request waits for: `leader` is computing the first `num_common` tokens of both.
+
+    The wait ends when the leader has computed them, leaves the batch, or has not moved for `patience` turns.
+    """
+
+    __slots__ = ("idle_turns", "leader", "num_common", "seen_computed")
+
+    def __init__(self, leader: Request, num_common: int) -> None:
+        self.leader = leader
+        self.num_common = num_common
+        self.seen_computed = leader.num_computed
+        self.idle_turns = 0
+
+    def holds(self, patience: int) -> bool:
+        """Count one more turn and say whether the wait goes on."""
+        leader = self.leader
+        if leader.phase is not Phase.RUNNING or leader.num_computed >= self.num_common:
+            return False
+        if leader.num_computed > self.seen_computed:
+            self.seen_computed = leader.num_computed
+            self.idle_turns = 0
+        else:
+            self.idle_turns += 1
+        return self.idle_turns <= patience
+
+
+def common_prefix_length(a: list[int], b: list[int], limit: int) -> int:
+    """Length of the longest common prefix, at most `limit`; by bisection, because slices compare at memory speed."""
+    low, high = 0, min(limit, len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] == b[:low] and a[:high] != b[:high]
+        mid = (low + high) // 2
+        if a[low:mid] == b[low:mid]:
+            low = mid
+        else:
+            high = mid
+    return low

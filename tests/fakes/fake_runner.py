@@ -1,0 +1,183 @@
+"""A runner without a model, in which every wrong block shows as wrong text.
+
+It keeps device and host storage of real shape: a slot holds the token id written there and a digest of all tokens
+before it, as a layer's KV depends on its whole context. Transfers are executed literally and fresh blocks are poisoned.
+The next token is a hash of everything read back through the block table, so a block that was freed, overwritten, copied
+too early or taken from another sequence changes the text.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from chatserve.sched.plan import StepPlan, StepResult, Transfers
+from chatserve.types import RequestId, SamplingParams
+
+POISON = 0xDEAD_BEEF
+_MASK = 0xFFFF_FFFF
+
+Script = Callable[[Sequence[int]], int]
+"""From all token ids of the sequence, as read back through the blocks, to the next one."""
+
+
+def digest_of(previous: int, token_id: int) -> int:
+    """What a slot holds besides its token: a chain over all tokens up to it."""
+    return (previous * 0x9E37_79B1 + token_id * 0x85EB_CA77 + 0x1656_67B1) & _MASK
+
+
+def next_token(digests: np.ndarray, sampling: SamplingParams, vocab_size: int) -> int:
+    """A token as a hash of all slots, and of the seed where it is sampled at random."""
+    seed = 0 if sampling.temperature == 0 or sampling.seed is None else sampling.seed & _MASK
+    return zlib.crc32(digests.astype(np.uint32).tobytes(), seed) % vocab_size
+
+
+class _Sequence:
+    """What a runner keeps of one request between steps."""
+
+    def __init__(self, token_ids: Sequence[int], block_ids: Sequence[int], sampling: SamplingParams) -> None:
+        self.token_ids = list(token_ids)
+        self.block_ids = list(block_ids)
+        self.sampling = sampling
+
+
+class FakeRunner:
+    """Implements `sched.plan.Runner`.
+
+    `gate` is called with each plan before anything is done with it, so that a test can hold a step or fail it.
+    `stop_token_id` comes up about once in `stop_one_in` tokens, by the same hash (0: only by chance).
+    `script` replaces the hash, for tests that need a certain text.
+    """
+
+    device = "fake"
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        num_host_blocks: int = 64,
+        block_size: int = 16,
+        vocab_size: int = 1000,
+        context_tokens: int = 4096,
+        stop_token_id: int = 0,
+        stop_one_in: int = 0,
+        script: Script | None = None,
+        gate: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.context_tokens = context_tokens
+        self.gate = gate
+        self.plans: list[StepPlan] = []
+        """Every plan executed, for tests to look at."""
+        self.keep_plans = True
+        self._stop_token_id = stop_token_id
+        self._stop_one_in = stop_one_in
+        self._script = script
+        # [num_blocks, 2, block_size]: token ids and digests
+        self._device = np.full((num_blocks, 2, block_size), POISON, dtype=np.int64)
+        self._host = np.full((num_host_blocks, 2, block_size), POISON, dtype=np.int64)
+        self._sequences: dict[RequestId, _Sequence] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        """Requests that the runner knows of."""
+        return len(self._sequences)
+
+    @property
+    def prompt_tokens_computed(self) -> int:
+        """Tokens computed in rows that were more than one step of decoding, over all plans kept."""
+        return sum(row.num_tokens for plan in self.plans for row in plan.rows if row.num_tokens > 1)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.keep_plans:
+            self.plans.append(plan)
+        if self.gate is not None:
+            self.gate(plan)
+        for request_id in plan.removed:
+            self._sequences.pop(request_id, None)
+        self._transfer(plan.transfers)
+        for admitted in plan.admitted:
+            assert admitted.request_id not in self._sequences, f"{admitted.request_id} is in the batch already"
+            assert 0 <= admitted.num_computed < len(admitted.token_ids)
+            assert admitted.num_computed <= len(admitted.block_ids) * self.block_size
+            self._sequences[admitted.request_id] = _Sequence(admitted.token_ids, admitted.block_ids, admitted.sampling)
+        token_ids: list[int] = []
+        for row in plan.rows:
+            sequence = self._sequences[row.request_id]
+            for block_id in row.new_block_ids:
+                self._device[block_id] = POISON
+            sequence.block_ids.extend(row.new_block_ids)
+            self._compute(sequence, row.start, row.start + row.num_tokens)
+            if row.sample:
+                assert row.start + row.num_tokens == len(sequence.token_ids)
+                token_id = self._sample(sequence)
+                sequence.token_ids.append(token_id)
+                token_ids.append(token_id)
+        return StepResult(plan.step, tuple(token_ids))
+
+    def _transfer(self, transfers: Transfers) -> None:
+        for out in transfers.swap_out:
+            self._host[out.dst] = self._device[out.src]
+        for back in transfers.swap_in:
+            self._device[back.dst] = self._host[back.src]
+        for copy in transfers.copies:
+            assert 0 < copy.num_tokens <= self.block_size
+            kept = self._device[copy.src, :, : copy.num_tokens].copy()
+            self._device[copy.dst] = POISON
+            self._device[copy.dst, :, : copy.num_tokens] = kept
+
+    def _compute(self, sequence: _Sequence, start: int, end: int) -> None:
+        """Write KV of tokens `start` to `end`, from what is read back of the token before."""
+        assert end <= len(sequence.block_ids) * self.block_size, "no slot for the row's last token"
+        previous = 0
+        if start > 0:
+            block, slot = divmod(start - 1, self.block_size)
+            previous = int(self._device[sequence.block_ids[block], 1, slot])
+        for index in range(start, end):
+            token_id = sequence.token_ids[index]
+            previous = digest_of(previous, token_id)
+            block, slot = divmod(index, self.block_size)
+            self._device[sequence.block_ids[block], :, slot] = (token_id, previous)
+
+    def _sample(self, sequence: _Sequence) -> int:
+        length = len(sequence.token_ids)
+        read = self._device[sequence.block_ids]  # [num_blocks, 2, block_size]
+        read = read.transpose(1, 0, 2).reshape(2, -1)[:, :length]
+        if self._script is not None:
+            return self._script([int(token_id) for token_id in read[0]])
+        return self._choose(read[1], sequence.sampling)
+
+    def _choose(self, digests: np.ndarray, sampling: SamplingParams) -> int:
+        if self._stop_one_in and zlib.crc32(digests.astype(np.uint32).tobytes(), 1) % self._stop_one_in == 0:
+            return self._stop_token_id
+        return next_token(digests, sampling, self.vocab_size)
+
+    def oracle(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        num_output_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[int]:
+        """What a run without any cache gives after `token_ids`: at most so many tokens, up to a stop token."""
+        assert self._script is None
+        digests: list[int] = []
+        previous = 0
+        for token_id in token_ids:
+            previous = digest_of(previous, token_id)
+            digests.append(previous)
+        output: list[int] = []
+        while len(output) < num_output_tokens:
+            token_id = self._choose(np.array(digests, dtype=np.int64), sampling)
+            if token_id in stop_token_ids:
+                break
+            output.append(token_id)
+            previous = digest_of(previous, token_id)
+            digests.append(previous)
+        return output
