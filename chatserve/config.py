@@ -7,8 +7,11 @@ other module looks at the environment for our own variables.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+
+SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,3 +104,17 @@ class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: Path
     engine_socket: Path
     redis_url: str
+
+
+def encode_settings(settings: msgspec.Struct) -> str:
+    """Settings as the JSON that a child process is started with."""
+    return msgspec.json.encode(settings, enc_hook=str).decode()
+
+
+def decode_settings(text: str, kind: type[SettingsT]) -> SettingsT:
+    """The inverse of `encode_settings`.
+
+    Raises:
+        msgspec.MsgspecError: not settings of this kind; says where.
+    """
+    return msgspec.json.decode(text, type=kind, dec_hook=lambda wanted, value: wanted(value))

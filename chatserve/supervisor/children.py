@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from chatserve.config import EngineSettings, WebSettings
+from chatserve.config import EngineSettings, WebSettings, encode_settings
 
 _PYTHON: Final = (sys.executable, "-P", "-m")
 """-P: a file in the working directory must not stand in for a module of ours."""
@@ -32,7 +32,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def with_settings(command: Sequence[str], settings: EngineSettings | WebSettings) -> tuple[str, ...]:
-        return (*command, "--settings", msgspec.json.encode(settings).decode())
+        return (*command, "--settings", encode_settings(settings))
 
 
 class Child:
@@ -48,12 +48,8 @@ class Child:
         self._process = process
 
     @classmethod
-    async def spawn(
-        cls, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
-    ) -> Child:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=subprocess.PIPE, env=env, pass_fds=tuple(pass_fds), process_group=0
-        )
+    async def spawn(cls, name: str, command: Sequence[str]) -> Child:
+        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, process_group=0)
         return cls(name, process)
 
     @property

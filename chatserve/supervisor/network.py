@@ -1,6 +1,6 @@
 """The address that the server listens on: whether it may, whether it can, and whether the page behind it is ready.
 
-Owns the listening socket until a web worker has it. Knows nothing of what is served.
+Holds the address until a web worker takes it. Knows nothing of what is served.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def check_exposure(host: str, tokens_file: Path | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening socket, to be handed to the web worker: what is asked for is ours before anything slow starts,
-    and connections wait in its queue while a worker restarts.
+    """A bound, listening socket. Held while what is slow gets ready, so that a taken port is said at once and nobody
+    takes it meanwhile; closed for the web worker to bind.
 
     Raises:
         StartupError: the port is taken or may not be used, or the host is not this machine's.

@@ -53,6 +53,16 @@ def _embedded_store(data_dir: Path, socket_path: Path) -> EmbeddedStoreLike:
     return EmbeddedStore(data_dir, socket_path)
 
 
+ResolveModel = Callable[[str, Path], Path | None]
+"""From a model's name and the cache directory: its directory, or None where it must be fetched first."""
+
+
+def _resolve_model(name: str, cache_dir: Path) -> Path | None:
+    from chatserve.model import catalog  # noqa: PLC0415 - loads the hub client
+
+    return catalog.resolve(name, cache_dir)
+
+
 def _say(line: str) -> None:
     print(f"chatserve: {line}", file=sys.stderr, flush=True)  # noqa: T201 - a console program's log
 
@@ -77,12 +87,14 @@ class Supervisor:
         *,
         commands: Commands | None = None,
         store_factory: StoreFactory = _embedded_store,
+        resolve_model: ResolveModel = _resolve_model,
         grace: GraceTimes | None = None,
         say: Callable[[str], None] = _say,
     ) -> None:
         self._settings = settings
         self._commands = commands or Commands()
         self._store_factory = store_factory
+        self._resolve_model = resolve_model
         self._grace = grace or GraceTimes()
         self._say = say
         self._stopping = asyncio.Event()
@@ -139,7 +151,8 @@ class Supervisor:
             web = WebSettings(
                 serve=settings, model_dir=model_dir, engine_socket=run_dir / "engine.sock", redis_url=redis_url
             )
-            tasks.append(asyncio.create_task(self._keep("web", self._commands.web, web, listener)))
+            listener.close()
+            tasks.append(asyncio.create_task(self._keep("web", self._commands.web, web)))
             if self._store is not None:
                 tasks.append(asyncio.create_task(self._keep_store(self._store)))
             announcing = asyncio.create_task(self._announce(settings, port))
@@ -160,11 +173,9 @@ class Supervisor:
 
     async def _model_dir(self) -> Path | None:
         """The model's directory, fetched and converted first where it is not there; None: asked to stop meanwhile."""
-        from chatserve.model import catalog  # noqa: PLC0415 - the tests of processes need no models
-
         settings = self._settings
         # In a thread, for a file's hash may have to be computed.
-        found = await asyncio.to_thread(catalog.resolve, settings.model, settings.cache_dir)
+        found = await asyncio.to_thread(self._resolve_model, settings.model, settings.cache_dir)
         if found is not None:
             return found
         # Conversion needs torch, which this process does not load.
@@ -179,7 +190,7 @@ class Supervisor:
         del self._children["model"]
         if child.exit_code == 1:
             raise ChildFailedError
-        found = catalog.resolve(settings.model, settings.cache_dir)
+        found = await asyncio.to_thread(self._resolve_model, settings.model, settings.cache_dir)
         if child.exit_code != 0 or found is None:
             raise StartupError(
                 f"fetching the model {settings.model} ended with {describe_exit(child.exit_code or 0)}; "
@@ -225,13 +236,7 @@ class Supervisor:
 
     # --- keeping ---
 
-    async def _keep(
-        self,
-        name: str,
-        command: tuple[str, ...],
-        settings: EngineSettings | WebSettings,
-        listener: socket.socket | None = None,
-    ) -> None:
+    async def _keep(self, name: str, command: tuple[str, ...], settings: EngineSettings | WebSettings) -> None:
         """Run a child, and again whenever it dies, until asked to stop.
 
         Raises:
@@ -239,11 +244,8 @@ class Supervisor:
         """
         policy = RestartPolicy()
         argv = self._commands.with_settings(command, settings)
-        pass_fds: tuple[int, ...] = ()
-        if listener is not None:
-            argv, pass_fds = (*argv, "--fd", str(listener.fileno())), (listener.fileno(),)
         while not self._stopping.is_set():
-            child = self._children[name] = await Child.spawn(name, argv, pass_fds=pass_fds)
+            child = self._children[name] = await Child.spawn(name, argv)
             if self._stopping.is_set():  # asked while it was being spawned: `_end` may have looked before it was there
                 await child.stop(self._grace.engine_s)
                 return

@@ -1,0 +1,51 @@
+"""`chatserve serve` with fakes for all that it starts: `run_with_fakes.py SETTINGS-JSON ENGINE-MODE WEB-MODE`."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from chatserve.config import ServeSettings, decode_settings
+from chatserve.errors import StartupError
+from chatserve.supervisor.children import Commands
+from chatserve.supervisor.supervisor import GraceTimes, Supervisor
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
+
+
+class FakeStore:
+    url = "unix:///nowhere"
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        print("store starts 0", flush=True)
+
+    def stop(self) -> None:
+        print("store ends 0", flush=True)
+
+    def poll(self) -> int | None:
+        return None
+
+
+def main() -> int:
+    settings = decode_settings(sys.argv[1], ServeSettings)
+    engine_mode, web_mode = sys.argv[2:]
+
+    async def run() -> int:
+        return await Supervisor(
+            settings,
+            commands=Commands(engine=(*FAKE, "engine", engine_mode), web=(*FAKE, "web", web_mode)),
+            store_factory=FakeStore,
+            resolve_model=lambda _name, _cache_dir: Path("/nowhere"),
+            grace=GraceTimes(web_s=1.0, engine_s=1.0),
+        ).run()
+
+    try:
+        return asyncio.run(run())
+    except StartupError as error:
+        print(f"chatserve: {error}", file=sys.stderr)
+        return 1
+
+
+sys.exit(main())
