@@ -19,10 +19,12 @@ class FakeStore:
         pass
 
     def start(self) -> None:
-        print("store starts 0", flush=True)
+        sys.stdout.write("store starts 0\n")
+        sys.stdout.flush()
 
     def stop(self) -> None:
-        print("store ends 0", flush=True)
+        sys.stdout.write("store ends 0\n")
+        sys.stdout.flush()
 
     def poll(self) -> int | None:
         return None
@@ -44,7 +46,7 @@ def main() -> int:
     try:
         return asyncio.run(run())
     except StartupError as error:
-        print(f"chatserve: {error}", file=sys.stderr)
+        sys.stderr.write(f"chatserve: {error}\n")
         return 1
 
 

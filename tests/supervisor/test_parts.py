@@ -40,7 +40,7 @@ def test_loopback_needs_no_token(host: str) -> None:
     network.check_exposure(host, None)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org", "localhost.example.org", ""])  # noqa: S104
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org", "localhost.example.org", ""])
 def test_any_other_host_needs_one(host: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="chatserve token"):
         network.check_exposure(host, None)
@@ -63,7 +63,7 @@ def test_an_address_of_another_machine_is_refused_in_a_sentence() -> None:
 
 @pytest.mark.parametrize(
     ("listen", "reach"),
-    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("localhost", "localhost")],  # noqa: S104
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("localhost", "localhost")],
 )
 def test_the_printed_address_can_be_opened(listen: str, reach: str) -> None:
     assert network.reachable_host(listen) == reach

@@ -180,7 +180,7 @@ async def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> N
 
 
 async def test_an_open_address_without_tokens_is_refused(tmp_path: Path) -> None:
-    async with supervised(tmp_path, host="0.0.0.0") as run:  # noqa: S104
+    async with supervised(tmp_path, host="0.0.0.0") as run:
         code, out, err = await run.rest()
         assert code == 1
         assert "refusing to listen on 0.0.0.0 without a token" in err
