@@ -1,0 +1,180 @@
+// @ts-check
+/**
+ * Where a person writes: text, send or stop, drafts, typing hints.
+ *
+ * The text leaves the box only when the server has acknowledged it; whatever fails, it is still there. Each session has
+ * its own draft. Enter sends, Shift+Enter breaks the line, and Enter that ends a composition (Japanese, Chinese, Korean
+ * input) does neither.
+ */
+
+import { readDraft, writeDraft } from "../prefs.js";
+import { activePath } from "../tree.js";
+import { count, h, icon, setAttribute } from "./dom.js";
+
+/** @typedef {import("../reducer.js").State} State */
+
+/**
+ * @typedef {object} Handlers
+ * @property {(text: string) => Promise<string | null>} send the session it was accepted in; null: it was not
+ * @property {() => void} stop
+ * @property {() => void} answer                             the last message is a question without an answer
+ * @property {(text: string) => void} typing
+ */
+
+const TYPING_AFTER_MS = 400;
+const TYPING_MAX_CHARS = 16_384;
+const DRAFT_AFTER_MS = 300;
+
+export class Composer {
+  /**
+   * @param {HTMLElement} form
+   * @param {Handlers} handlers
+   */
+  constructor(form, handlers) {
+    this._handlers = handlers;
+    /** @type {string | null | undefined} the session whose draft is in the box */
+    this._session = undefined;
+    this._sending = false;
+    this._mode = "send";
+    /** @type {any} */
+    this._typingTimer = null;
+    /** @type {any} */
+    this._draftTimer = null;
+    this.text = h("textarea", { id: "composer-text", rows: "1", placeholder: "Write a message", "aria-describedby": "composer-hint", enterkeyhint: "send" });
+    this._button = h("button", { type: "button", class: "send", onclick: () => this._press() });
+    this._hint = h("span", { class: "hint", id: "composer-hint" });
+    this._gauge = h("span", { class: "gauge" });
+    form.append(h("label", { class: "visually-hidden", for: "composer-text" }, "Message"),
+      h("div", { class: "composer-box" }, this.text, this._button), h("div", { class: "composer-foot" }, this._hint, this._gauge));
+    form.addEventListener("submit", (event) => event.preventDefault());
+    this.text.addEventListener("keydown", (event) => this._key(event));
+    this.text.addEventListener("input", () => this._changed());
+    addEventListener("pagehide", () => this._keepDraft());
+  }
+
+  /** @param {State} state */
+  render(state) {
+    if (state.shown !== this._session) this._switchTo(state.shown);
+    const session = state.shown === null ? undefined : state.sessions.get(state.shown);
+    const path = session === undefined ? [] : activePath(session);
+    const leaf = path.at(-1);
+    const generating = leaf !== undefined && (session?.live.has(leaf.id) ?? false);
+    const waiting = state.shown !== null && session === undefined;
+    if (generating) this._mode = "stop";
+    else if (leaf?.role === "user") this._mode = "answer";
+    else this._mode = waiting ? "wait" : "send";
+    this._drawButton();
+    this._drawHint(state.connection.phase);
+    const used = path.findLast((message) => message.usage?.prompt_tokens !== undefined)?.usage;
+    const limit = state.welcome?.context_tokens;
+    this._drawGauge(used ? (used.prompt_tokens ?? 0) + (used.completion_tokens ?? 0) : null, typeof limit === "number" ? limit : null);
+  }
+
+  /**
+   * Put a text into the box, ready to be sent.
+   * @param {string} text
+   */
+  fill(text) {
+    this.text.value = text;
+    this._changed();
+    this.text.focus();
+  }
+
+  _drawButton() {
+    const label = { stop: "Stop (Esc)", answer: "Answer the last message", wait: "Send", send: this._sending ? "Sending" : "Send (Enter)" }[this._mode] ?? "";
+    const name = this._mode === "stop" ? "stop" : this._mode === "answer" ? "retry" : "send";
+    const disabled = this._mode === "wait" || this._sending || (this._mode === "send" && this.text.value.trim() === "");
+    const key = `${label} ${disabled}`;
+    if (this._button.dataset.key === key) return;
+    this._button.dataset.key = key;
+    this._button.replaceChildren(icon(name));
+    this._button.classList.toggle("stopping", this._mode === "stop");
+    setAttribute(this._button, "aria-label", label);
+    setAttribute(this._button, "title", label);
+    this._button.disabled = disabled;
+  }
+
+  /** @param {string} phase of the connection */
+  _drawHint(phase) {
+    let hint = "Enter sends, Shift+Enter starts a new line";
+    if (this._sending) hint = phase === "open" ? "Sending…" : "Will be sent when the connection is back";
+    else if (this._mode === "answer") hint = "The last message has no answer yet: ask for one first";
+    else if (this._mode === "stop") hint = "Esc stops the answer";
+    if (this._hint.textContent !== hint) this._hint.textContent = hint;
+  }
+
+  /**
+   * @param {number | null} used
+   * @param {number | null} limit
+   */
+  _drawGauge(used, limit) {
+    const text = used === null || limit === null ? "" : `${count(used)} of ${count(limit)} tokens of context`;
+    if (this._gauge.textContent !== text) this._gauge.textContent = text;
+    this._gauge.classList.toggle("full", used !== null && limit !== null && used > 0.9 * limit);
+  }
+
+  /** @param {string | null} session */
+  _switchTo(session) {
+    if (this._session !== undefined) this._keepDraft();
+    this._session = session;
+    this.text.value = readDraft(session);
+    this._fit();
+    if (matchMedia("(hover: hover)").matches) this.text.focus({ preventScroll: true });
+  }
+
+  _keepDraft() {
+    clearTimeout(this._draftTimer);
+    if (this._session !== undefined && !this._sending) writeDraft(this._session, this.text.value);
+  }
+
+  _changed() {
+    this._fit();
+    this._drawButton();
+    clearTimeout(this._draftTimer);
+    this._draftTimer = setTimeout(() => this._keepDraft(), DRAFT_AFTER_MS);
+    clearTimeout(this._typingTimer);
+    const text = this.text.value;
+    if (text !== "" && text.length <= TYPING_MAX_CHARS) this._typingTimer = setTimeout(() => this._handlers.typing(text), TYPING_AFTER_MS);
+  }
+
+  _fit() {
+    this.text.style.height = "auto";
+    this.text.style.height = `${this.text.scrollHeight}px`;
+  }
+
+  /** @param {KeyboardEvent} event */
+  _key(event) {
+    // Safari ends a composition before its Enter arrives; the key code 229 still tells.
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
+    event.preventDefault();
+    if (this._mode === "send") void this._send();
+  }
+
+  _press() {
+    if (this._mode === "stop") this._handlers.stop();
+    else if (this._mode === "answer") this._handlers.answer();
+    else if (this._mode === "send") void this._send();
+  }
+
+  async _send() {
+    const text = this.text.value;
+    if (this._sending || text.trim() === "") return;
+    clearTimeout(this._typingTimer);
+    const session = this._session;
+    this._keepDraft();
+    this._sending = true;
+    this.text.readOnly = true;
+    this._drawButton();
+    const accepted = await this._handlers.send(text);
+    this._sending = false;
+    this.text.readOnly = false;
+    if (accepted !== null) {
+      writeDraft(session ?? null, "");
+      writeDraft(accepted, "");
+      if (this.text.value === text) this.text.value = "";
+      this._keepDraft();
+    }
+    this._changed();
+    this.text.focus({ preventScroll: true });
+  }
+}

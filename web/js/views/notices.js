@@ -1,0 +1,56 @@
+// @ts-check
+/**
+ * Notices: what went wrong, with its detail, until it is dismissed or overtaken.
+ *
+ * Owns its list; an error of the same kind replaces the one before, so that nothing piles up.
+ */
+
+import { announce, h, iconButton } from "./dom.js";
+
+/** What an error code means for the person who got it. @type {Record<string, string>} */
+const ADVICE = {
+  overloaded: "The server is busy. Try again in a moment.",
+  rate_limited: "That was too fast for this server. Try again in a moment.",
+  store_unavailable: "The server cannot reach its store just now. Try again in a moment.",
+  engine_unavailable: "The model is starting or restarting. Try again in a moment.",
+  busy: "An answer is being written there. Stop it first, or wait for its end.",
+};
+
+export class Notices {
+  /** @param {HTMLElement} root */
+  constructor(root) {
+    this._root = root;
+  }
+
+  /**
+   * @param {string} what     what failed
+   * @param {Error & {code?: string}} error
+   */
+  problem(what, error) {
+    const code = error.code ?? "";
+    this.show(what, [ADVICE[code], error.message].filter(Boolean).join(" "), code);
+  }
+
+  /**
+   * @param {string} title
+   * @param {string} detail
+   * @param {string} kind  one notice of a kind at a time
+   */
+  show(title, detail, kind) {
+    this.clear(kind);
+    const dismiss = () => notice.remove();
+    const notice = h("div", { class: "notice", role: "alert", "data-kind": kind },
+      h("div", { class: "notice-text" }, h("strong", {}, title), " ", h("span", {}, detail)),
+      iconButton("close", "Dismiss", dismiss));
+    this._root.append(notice);
+    while (this._root.children.length > 3) this._root.firstElementChild?.remove();
+    announce(`${title}. ${detail}`);
+  }
+
+  /** @param {string} [kind] */
+  clear(kind) {
+    for (const notice of [...this._root.children]) {
+      if (kind === undefined || notice.getAttribute("data-kind") === kind) notice.remove();
+    }
+  }
+}
