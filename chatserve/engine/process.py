@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from chatserve.config import EngineSettings
+from chatserve.config import EngineSettings, decode_settings
 from chatserve.engine.build import SizedRunner, build_engine
 from chatserve.engine.server import EngineServer
 from chatserve.errors import StartupError
@@ -131,7 +131,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> EngineSettings:
     parser.add_argument("--settings", required=True, help="EngineSettings as JSON")
     given = parser.parse_args(arguments).settings
     try:
-        return msgspec.json.decode(given, type=EngineSettings)
+        return decode_settings(given, EngineSettings)
     except msgspec.MsgspecError as error:
         parser.error(f"--settings: {error}")
 
