@@ -1,0 +1,120 @@
+"""What the requests of the chat service share: its parts, and the checks and encodings that all of them need."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from chatserve.chat.engine_link import EngineLink
+from chatserve.chat.generations import Generations
+from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.sessions import Sessions
+from chatserve.chat.store import MessageRecord, Store
+from chatserve.chat.tree import USER
+from chatserve.config import Limits
+from chatserve.engine.messages import PathRef
+from chatserve.errors import BadParamsError, EngineUnavailableError, TooLargeError
+from chatserve.types import MessageId, SessionId, UserId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+SMALL_TEXT_CHARS: Final = 2048
+"""Encoded on the event loop: handing it to a thread would take longer."""
+
+T = TypeVar("T")
+
+
+class PublishChanged(Protocol):
+    """Tells every socket of a user that the list of sessions changed; `title` is None where it did not."""
+
+    def __call__(self, user: UserId, session: SessionId, title: str | None, *, deleted: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """The parts."""
+
+    store: Store
+    sessions: Sessions
+    link: EngineLink
+    generations: Generations
+    encoder: PromptEncoder
+    limits: Limits
+    executor: ThreadPoolExecutor
+    clock: Callable[[], float]
+    """Seconds since the epoch."""
+    monotonic: Callable[[], float]
+    new_id: Callable[[], str]
+    publish_changed: PublishChanged
+
+    def new_message_id(self) -> MessageId:
+        return MessageId(self.new_id())
+
+    def new_session_id(self) -> SessionId:
+        return SessionId(self.new_id())
+
+    def check_text(self, field: str, text: object) -> None:
+        """Raises:
+        BadParamsError: it is no text.
+        TooLargeError: it is longer than `limits` allow.
+        """
+        most = {
+            "text": self.limits.max_text_bytes,
+            "title": self.limits.max_title_bytes,
+            "system": self.limits.max_system_bytes,
+        }[field]
+        if not isinstance(text, str):
+            raise BadParamsError.of(field, text, "a string")
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            raise BadParamsError.of(field, text, "Unicode text without lone surrogates") from None
+        if num_bytes > most:
+            raise TooLargeError.of(field, num_bytes, most)
+
+    async def in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Run tokenising where it does not keep the event loop from serving others."""
+        if num_chars <= SMALL_TEXT_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+
+    async def encode(self, system: str | None, path: Sequence[MessageRecord]) -> dict[MessageId, MessageRecord]:
+        """The messages of a path from the root whose ids are missing or belong to another system prompt, encoded."""
+        encoded_for = self.encoder.encoded_for(system)
+        todo = [
+            m
+            for m in path
+            if (m.encoded_for != encoded_for if m.parent is None else not m.token_ids and (m.text or m.role == USER))
+        ]
+
+        def work() -> dict[MessageId, MessageRecord]:
+            encoded: dict[MessageId, MessageRecord] = {}
+            for m in todo:
+                changes: dict[str, Any]
+                if m.parent is None:
+                    changes = {"token_ids": self.encoder.encode_root(system, m.text), "encoded_for": encoded_for}
+                elif m.role == USER:
+                    changes = {"token_ids": self.encoder.encode_turn(m.text)}
+                else:
+                    changes = {"token_ids": self.encoder.encode_answer(m.text)}
+                encoded[m.message] = msgspec.structs.replace(m, **changes)
+            return encoded
+
+        num_chars = sum(len(m.text) for m in todo) + (len(system or "") if todo else 0)
+        return await self.in_thread(num_chars, work)
+
+    def release(self, user: UserId, paths: Sequence[PathRef]) -> None:
+        """Let the engine forget paths; if it is away it has."""
+        if paths:
+            try:
+                self.link.engine.release(user, tuple(paths))
+            except EngineUnavailableError:
+                log.debug("the engine is away: nothing to release")

@@ -1,0 +1,290 @@
+"""All answers being generated: started, written to the store step by step, stopped, ended.
+
+Owns the writer, the one task through which generated text reaches the store: whatever has settled in all sessions since
+its last write goes out in one pipelined `append`. While the store is away text gathers in memory, bounded a generation,
+and is written when it is back. Ends are written one task each, because they change the tree and wait for the session's
+lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from chatserve.chat.detokenizer import Detokenizer, OutputText
+from chatserve.chat.engine_link import EngineLink, Run
+from chatserve.chat.events import AnyEvent, GenerationDelta
+from chatserve.chat.generation import GENERATING, Generation
+from chatserve.chat.health import StoreHealth
+from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.sessions import LiveSession, Sessions, with_tree
+from chatserve.chat.store import Delta, MessageRecord, Store, Transaction
+from chatserve.engine.messages import PathRef
+from chatserve.errors import NotFoundError
+from chatserve.types import FinishReason, SamplingParams, SessionId, UserId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+log = logging.getLogger(__name__)
+
+MAX_UNSENT_TOKENS: Final = 16_384
+"""Tokens of one generation that may wait for a store that is away; past it the generation is interrupted."""
+
+
+class Generations:
+    """Every generation of this process whose message is stored."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        sessions: Sessions,
+        link: EngineLink,
+        encoder: PromptEncoder,
+        health: StoreHealth,
+        orphan_grace_s: float,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._link = link
+        self._encoder = encoder
+        self._health = health
+        self._orphan_grace_s = orphan_grace_s
+        self._clock = clock
+        self._monotonic = monotonic
+        self._dirty: dict[Generation, None] = {}
+        self._wake = asyncio.Event()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._count: dict[UserId, int] = {}
+        self._live: dict[Generation, LiveSession] = {}
+        self._grace: dict[SessionId, asyncio.TimerHandle] = {}
+
+    def count(self, user: UserId) -> int:
+        """Generations of a user that have not ended."""
+        return self._count.get(user, 0)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def start(self, live: LiveSession, record: MessageRecord) -> None:
+        """Generate a message that is in the tree with status generating, and whose path is encoded."""
+        path = live.tree.path(record.message)
+        prompt_ids = tuple(i for message in path for i in message.token_ids)
+        sampling = SamplingParams.merge(record.params, {"seed": record.seed})
+        skip_prefix = "" if record.token_ids else self._encoder.answer_prefix
+        detokenizer = Detokenizer(self._encoder.tokenizer.bytes_of, skip_prefix=skip_prefix)
+        detokenizer.resume(record.token_ids)
+        generation = Generation(
+            user=live.user,
+            session=live.session,
+            record=record,
+            output=OutputText(detokenizer, sampling.stop, self._encoder.encode_continuation),
+            on_change=self._on_change,
+            monotonic=self._monotonic,
+        )
+        generation.run = Run(
+            name=f"{record.message}.{record.attempt}",
+            user=live.user,
+            prompt_ids=prompt_ids,
+            num_shared_tokens=self._encoder.num_shared_tokens(live.record.system, path[0].token_ids),
+            sampling=sampling,
+            stop_token_ids=self._encoder.stop_token_ids,
+            base=next((live.paths[m.message] for m in reversed(path) if m.message in live.paths), None),
+            listener=generation,
+        )
+        live.generations[record.message] = generation
+        self._live[generation] = live
+        self._count[live.user] = self.count(live.user) + 1
+        self._link.start(generation.run)
+        if not live.num_subscribers:
+            self._start_grace(live)
+
+    def adopt(self, live: LiveSession) -> None:
+        """Start what a turn stored whose write was uncertain until now."""
+        for record in live.tree:
+            if record.status == GENERATING and record.message not in live.generations:
+                self.start(live, record)
+
+    def stop(self, generation: Generation, reason: FinishReason) -> None:
+        """Ask a generation to end; the first reason counts."""
+        assert generation.run is not None
+        if generation.reason is None and generation.end is None:
+            generation.reason = reason
+        self._link.cancel(generation.run, generation.num_kept)
+
+    async def stop_and_wait(self, generations: Iterable[Generation]) -> None:
+        """Stop and wait until their ends are published.
+
+        Raises:
+            StoreUnavailableError: they are being stopped, but the end cannot be stored now.
+        """
+        stopping = list(generations)
+        for generation in stopping:
+            self.stop(generation, FinishReason.CANCELLED)
+        for generation in stopping:
+            await self._health.while_up(generation.ended.wait())
+
+    def subscribers_changed(self, live: LiveSession) -> None:
+        """A session without subscribers keeps its generations for the grace period only."""
+        if live.num_subscribers:
+            if (timer := self._grace.pop(live.session, None)) is not None:
+                timer.cancel()
+        elif live.generations:
+            self._start_grace(live)
+
+    # --- the writer ---------------------------------------------------------------------------------------------------
+
+    async def write(self) -> None:
+        """Write what the generations produce, for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch, self._dirty = list(self._dirty), {}
+            await self._write(batch)
+
+    async def close(self) -> None:
+        """Interrupt everything and wait a little for the ends to be stored."""
+        for timer in self._grace.values():
+            timer.cancel()
+        running = list(self._live)
+        for generation in running:
+            self.stop(generation, FinishReason.INTERRUPTED)
+        await asyncio.gather(*(self._health.while_up(g.ended.wait()) for g in running), return_exceptions=True)
+
+    def abandon(self) -> None:
+        """Cancel the tasks that write ends; recovery at the next start does their work."""
+        for task in self._ending:
+            task.cancel()
+
+    def _on_change(self, generation: Generation) -> None:
+        if generation.is_cut:
+            self.stop(generation, FinishReason.STOP)
+        elif generation.num_unsent > MAX_UNSENT_TOKENS:
+            self.stop(generation, FinishReason.INTERRUPTED)
+        self._dirty[generation] = None
+        self._wake.set()
+
+    async def _write(self, batch: Sequence[Generation]) -> None:
+        batch = [generation for generation in batch if generation in self._live]
+        noticed = [generation for generation in batch if generation.notices]
+        if noticed:
+            await asyncio.gather(*map(self._write_notices, noticed))
+        deltas = [(generation, delta) for generation in batch if (delta := generation.take_delta()) is not None]
+        if deltas:
+            seqs = await self._health.persist(lambda: self._store.append([delta for _, delta in deltas]))
+            for (generation, delta), seq in zip(deltas, seqs, strict=True):
+                if seq is not None and generation in self._live:
+                    self._deliver(generation, delta, seq)
+                else:
+                    self._drop(generation)
+        for generation in batch:
+            if generation.end is not None and not generation.is_finishing and generation in self._live:
+                generation.is_finishing = True
+                task = asyncio.create_task(self._finish(generation), name=f"end of {generation.message}")
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+    async def _write_notices(self, generation: Generation) -> None:
+        events, generation.notices = tuple(generation.notices), []
+        write_id = f"notice:{generation.message}:{generation.attempt}:{generation.num_notice_writes}"
+        generation.num_notice_writes += 1
+        change = Transaction(user=generation.user, session=generation.session, events=events, write_id=write_id)
+        live = self._live.get(generation)
+        if live is None:
+            return
+        try:
+            committed = await self._health.persist(lambda: self._store.commit(change))
+        except NotFoundError:
+            self._drop(generation)
+            return
+        live.deliver(committed.first_seq, events, lambda: None)
+
+    def _deliver(self, generation: Generation, delta: Delta, seq: int) -> None:
+        live = self._live[generation]
+        event: AnyEvent = GenerationDelta(session=delta.session, message=delta.message, text=delta.text)
+        live.deliver(seq, [event], lambda: generation.stored(delta))
+
+    async def _finish(self, generation: Generation) -> None:
+        """Store the end of a generation, for as long as that takes."""
+        live = self._live[generation]
+        while generation in self._live:
+            try:
+                await self._health.persist(lambda: self._finish_once(live, generation))
+                return
+            except NotFoundError:
+                self._drop(generation)
+
+    async def _finish_once(self, live: LiveSession, generation: Generation) -> None:
+        async with self._sessions.changing(live.user, live.session) as current:
+            assert current is live, "a session with a generation stays in memory"
+            record, event, path = generation.finished(live.tree.get(generation.message))
+            change = live.tree.replace(record)
+            session = with_tree(live.record, leaf=change.leaf, root_child=change.root_child, now=self._clock())
+
+            def apply() -> None:
+                live.tree.apply(change)
+                live.record = session
+                if path is not None:
+                    self._remember_path(live, generation, path)
+                self._forget(live, generation)
+
+            await self._sessions.commit(
+                live,
+                Transaction(
+                    user=live.user,
+                    session=live.session,
+                    record=session,
+                    puts=change.puts,
+                    events=(event,),
+                    write_id=f"end:{generation.message}:{generation.attempt}",
+                ),
+                apply,
+            )
+
+    def _remember_path(self, live: LiveSession, generation: Generation, path: PathRef) -> None:
+        """The next turn starts from this answer, a regenerated one from its question."""
+        run = generation.run
+        parent = live.tree.get(generation.message).parent
+        assert run is not None
+        assert parent is not None
+        question_ids = tuple(chain.from_iterable(m.token_ids for m in live.tree.path(parent)))
+        if run.prompt_ids[: len(question_ids)] != question_ids:
+            return  # the system prompt was changed and the root encoded again meanwhile
+        live.paths[generation.message] = path
+        live.paths[parent] = msgspec.structs.replace(path, num_tokens=min(path.num_tokens, len(question_ids)))
+
+    def _start_grace(self, live: LiveSession) -> None:
+        if (timer := self._grace.get(live.session)) is not None:
+            timer.cancel()
+        self._grace[live.session] = asyncio.get_running_loop().call_later(self._orphan_grace_s, self._orphan, live)
+
+    def _orphan(self, live: LiveSession) -> None:
+        self._grace.pop(live.session, None)
+        for generation in list(live.generations.values()):
+            self.stop(generation, FinishReason.ORPHANED)
+
+    def _drop(self, generation: Generation) -> None:
+        """Its message or session is gone."""
+        live = self._live.get(generation)
+        if live is None:
+            return
+        assert generation.run is not None
+        self._link.cancel(generation.run, generation.num_kept)
+        self._forget(live, generation)
+
+    def _forget(self, live: LiveSession, generation: Generation) -> None:
+        if self._live.pop(generation, None) is None:
+            return
+        if live.generations.get(generation.message) is generation:
+            del live.generations[generation.message]
+        left = self._count.pop(generation.user) - 1
+        if left:
+            self._count[generation.user] = left
+        generation.ended.set()

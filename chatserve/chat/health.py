@@ -1,0 +1,105 @@
+"""Whether the store answers, and telling everyone when that changes.
+
+Owns the one prober that runs while the store is away. Whoever has something to write waits for `up`; new turns are
+refused meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from chatserve.chat.store import Store
+from chatserve.errors import StoreUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.5
+
+T = TypeVar("T")
+
+
+class StoreHealth:
+    """Up until an operation says otherwise."""
+
+    def __init__(
+        self, store: Store, *, publish: Callable[[str, float | None], None], clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._publish = publish
+        self._clock = clock
+        self._up = asyncio.Event()
+        self._up.set()
+        self._down = asyncio.Event()
+        self._prober: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self._up.is_set()
+
+    def require(self) -> None:
+        """Refuse at once what the store could not keep.
+
+        Raises:
+            StoreUnavailableError: it is away.
+        """
+        if not self.is_up:
+            raise StoreUnavailableError("the conversation store is away; try again in a moment")
+
+    def report_down(self) -> None:
+        """An operation has failed."""
+        if self.is_up:
+            self._up.clear()
+            self._down.set()
+            log.error("the store does not answer; new turns are refused, what is generated is kept in memory")
+            self._publish("store", self._clock())
+            self._prober = asyncio.create_task(self._probe(), name="store prober")
+
+    async def persist(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Write what must not be lost: again and again until the store takes it. `write` must be idempotent."""
+        while True:
+            await self._up.wait()
+            try:
+                return await write()
+            except StoreUnavailableError:
+                self.report_down()
+
+    async def while_up(self, waiting: Coroutine[Any, Any, Any]) -> None:
+        """Wait for something that needs the store.
+
+        Raises:
+            StoreUnavailableError: it went away first.
+        """
+        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._down.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                self.require()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def close(self) -> None:
+        if self._prober is not None:
+            self._prober.cancel()
+            await asyncio.gather(self._prober, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                await self._store.ping()
+            except StoreUnavailableError:
+                continue
+            log.warning("the store answers again")
+            self._down.clear()
+            self._up.set()
+            self._publish("store", None)
+            return

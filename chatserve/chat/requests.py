@@ -1,0 +1,114 @@
+"""Requests that change something are done once, however often they are sent.
+
+Owns the requests in flight of this process: a second one with the same (user, id) waits for the first and gets its
+answer. What was done before is remembered by the store. A request runs in a task of its own, so that a client that
+hangs up in the middle leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from chatserve.chat.store import Idempotency, Store
+from chatserve.errors import ConflictError
+from chatserve.types import UserId
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Answer = Callable[[dict[str, Any]], None]
+
+
+class Request:
+    """One request being done."""
+
+    def __init__(self, user: UserId, request_id: str, digest: str) -> None:
+        self.user = user
+        self.request_id = request_id
+        self.digest = digest
+        self._waiting: list[Answer] = []
+        self._answered: dict[str, Any] | None = None
+
+    def listen(self, answer: Answer) -> None:
+        if self._answered is None:
+            self._waiting.append(answer)
+        else:
+            answer(self._answered)
+
+    def answer(self, fields: dict[str, Any]) -> None:
+        """Acknowledge it to everyone who sent it; exactly once, before its events are published."""
+        assert self._answered is None, "a request is answered once"
+        self._answered = fields
+        for answer in self._waiting:
+            answer(fields)
+
+    def idempotency(self, fields: dict[str, Any]) -> Idempotency:
+        """What the store is to remember, together with what the request changes."""
+        return Idempotency(self.request_id, self.digest, msgspec.json.encode(fields))
+
+
+class Requests:
+    """All requests in flight."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._in_flight: dict[tuple[UserId, str], tuple[Request, asyncio.Task[None]]] = {}
+
+    async def once(
+        self,
+        user: UserId,
+        request_id: str,
+        body: tuple[Any, ...],
+        answer: Answer,
+        work: Callable[[Request], Awaitable[None]],
+    ) -> None:
+        """Do `work` unless it was done, and call `answer` with the acknowledgement.
+
+        Raises:
+            ConflictError: `request_id` was used with another body.
+            ChatError: whatever `work` raises.
+        """
+        digest = _digest(body)
+        key = (user, request_id)
+        if (in_flight := self._in_flight.get(key)) is not None:
+            request, task = in_flight
+            if request.digest != digest:
+                raise _used_before(request_id)
+        else:
+            request = Request(user, request_id, digest)
+            task = asyncio.create_task(self._do(request, work), name=f"request {request_id}")
+            self._in_flight[key] = request, task
+            task.add_done_callback(lambda done: self._forget(key, done))
+        request.listen(answer)
+        await asyncio.shield(task)
+
+    async def drain(self) -> None:
+        """Wait for what is in flight."""
+        await asyncio.gather(*(task for _, task in self._in_flight.values()), return_exceptions=True)
+
+    async def _do(self, request: Request, work: Callable[[Request], Awaitable[None]]) -> None:
+        before = await self._store.answer(request.user, request.request_id)
+        if before is None:
+            await work(request)
+            return
+        digest, answer = before
+        if digest != request.digest:
+            raise _used_before(request.request_id)
+        request.answer(msgspec.json.decode(answer))
+
+    def _forget(self, key: tuple[UserId, str], task: asyncio.Task[None]) -> None:
+        del self._in_flight[key]
+        if not task.cancelled():
+            task.exception()  # seen: whoever still waits gets it, and nobody may be left to
+
+
+def _digest(body: tuple[Any, ...]) -> str:
+    return hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()[:32]
+
+
+def _used_before(request_id: str) -> ConflictError:
+    return ConflictError(f"the request id {request_id!r} was used before with another body")

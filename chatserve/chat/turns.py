@@ -1,0 +1,293 @@
+"""Turns: requests that add messages and have them answered, and those that remove, choose or stop them.
+
+Each checks everything first, then makes one atomic change: a new question and its reply appear together or not at all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from chatserve.chat.events import AnyEvent, BranchSelected, MessageAdded, MessageDeleted, MessageUpdated, SessionUpdated
+from chatserve.chat.generation import GENERATING
+from chatserve.chat.sessions import LiveSession, with_tree
+from chatserve.chat.store import MessageRecord, Transaction
+from chatserve.chat.tree import ASSISTANT, USER, TreeChange
+from chatserve.errors import (
+    BadParamsError,
+    BusyError,
+    ConflictError,
+    ContextOverflowError,
+    OverloadedError,
+    RateLimitedError,
+    TooLargeError,
+)
+from chatserve.types import MessageId, SamplingParams, SessionId, UserId, validate_params
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from chatserve.chat.core import Core
+    from chatserve.chat.requests import Request
+
+MAX_TITLE_CHARS = 60
+_RETRY_AFTER_S = 2.0
+
+
+class Turns:
+    """The message requests of `chat.v1`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def send(
+        self, request: Request, user: UserId, session: SessionId, parent: MessageId | None, text: str, params: object
+    ) -> None:
+        given = validate_params(params)
+        self._core.check_text("text", text)
+        async with self._core.sessions.changing(user, session) as live:
+            if parent is not None:
+                self._named(live, parent, ASSISTANT, "parent")
+                self._refuse_busy(live, parent)
+            await self._ask(request, live, parent, text, given)
+
+    async def edit(
+        self, request: Request, user: UserId, session: SessionId, message: MessageId, text: str, params: object
+    ) -> None:
+        given = validate_params(params)
+        self._core.check_text("text", text)
+        async with self._core.sessions.changing(user, session) as live:
+            old = self._named(live, message, USER, "message")
+            if old.parent is not None:
+                self._refuse_busy(live, old.parent)
+            await self._ask(request, live, old.parent, text, given)
+
+    async def regenerate(
+        self, request: Request, user: UserId, session: SessionId, message: MessageId, params: object
+    ) -> None:
+        given = validate_params(params)
+        async with self._core.sessions.changing(user, session) as live:
+            record = live.tree.get(message)
+            self._refuse_busy(live, message)
+            question = record.message if record.role == USER else record.parent
+            assert question is not None
+            self._check_room(live, 1)
+            encoded = await self._encode_path(live, live.tree.path(question))
+            reply = self._new_reply(live, question, given)
+            await self._commit_turn(request, live, (reply,), encoded, {"reply": reply.message})
+
+    async def continue_(
+        self, request: Request, user: UserId, session: SessionId, message: MessageId, params: object
+    ) -> None:
+        given = validate_params(params)
+        async with self._core.sessions.changing(user, session) as live:
+            record = self._named(live, message, ASSISTANT, "message")
+            self._refuse_busy(live, message)
+            if live.tree.children(message):
+                raise ConflictError("only an answer that nothing follows can be continued", message=message)
+            self._check_room(live, 0)
+            encoded = await self._encode_path(live, live.tree.path(message))
+            fields = self._reply_fields(live, given)
+            again = msgspec.structs.replace(
+                encoded.get(message, record), status=GENERATING, attempt=record.attempt + 1, **fields
+            )
+            encoded.pop(message, None)
+            select = live.tree.select(message)
+            puts = {r.message: r for r in chain(encoded.values(), select.puts, [again])}
+            change = msgspec.structs.replace(select, puts=tuple(puts.values()))
+            events: list[AnyEvent] = [MessageUpdated(session=session, message=message, status=GENERATING)]
+            await self._commit(request, live, change, events, {"reply": message}, start=again)
+
+    async def delete(self, request: Request, user: UserId, session: SessionId, message: MessageId) -> None:
+        core = self._core
+        while True:
+            async with core.sessions.changing(user, session) as live:
+                gone = live.tree.subtree(message)
+                running = [live.generations[m] for m in gone if m in live.generations]
+                if not running:
+                    change = live.tree.delete(message)
+                    paths = tuple(live.paths[m] for m in gone if m in live.paths)
+                    events: list[AnyEvent] = [MessageDeleted(session=session, message=message, deleted=len(gone))]
+                    await self._commit(request, live, change, events, {"deleted": len(gone)})
+                    for m in gone:
+                        live.paths.pop(m, None)
+                    core.release(user, paths)
+                    return
+            await core.generations.stop_and_wait(running)
+
+    async def select(self, request: Request, user: UserId, session: SessionId, message: MessageId) -> None:
+        async with self._core.sessions.changing(user, session) as live:
+            await self._commit(request, live, live.tree.select(message), [], {})
+
+    async def stop(self, request: Request, user: UserId, session: SessionId, message: MessageId) -> None:
+        core = self._core
+        live = await core.sessions.get(user, session)
+        record = live.tree.get(message)
+        if record.role != ASSISTANT:
+            raise BadParamsError("message must be an assistant message, not a user message", field="message")
+        if (generation := live.generations.get(message)) is not None:
+            await core.generations.stop_and_wait([generation])
+        change = Transaction(user=user, session=session, idempotency=request.idempotency({}))
+        await core.sessions.commit(live, change, lambda: None)
+        request.answer({})
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, request: Request, live: LiveSession, parent: MessageId | None, text: str, params: dict[str, Any]
+    ) -> None:
+        """A new user message with a reply to be generated."""
+        core = self._core
+        self._check_room(live, 2)
+        question = MessageRecord(
+            message=core.new_message_id(), parent=parent, role=USER, text=text, status="done", created_at=core.clock()
+        )
+        encoded = await self._encode_path(live, [*live.tree.path(parent), question])
+        question = encoded.pop(question.message)
+        reply = self._new_reply(live, question.message, params)
+        fields = {"message": question.message, "reply": reply.message}
+        await self._commit_turn(request, live, (question, reply), encoded, fields)
+
+    def _new_reply(self, live: LiveSession, parent: MessageId, params: dict[str, Any]) -> MessageRecord:
+        return MessageRecord(
+            message=self._core.new_message_id(),
+            parent=parent,
+            role=ASSISTANT,
+            text="",
+            status=GENERATING,
+            created_at=self._core.clock(),
+            **self._reply_fields(live, params),
+        )
+
+    def _reply_fields(self, live: LiveSession, params: dict[str, Any]) -> dict[str, Any]:
+        merged = {**live.record.params, **params}
+        seed = SamplingParams.merge(merged).seed
+        # Whole in JavaScript too, so that a client can send back the seed it was told.
+        return {"params": merged, "seed": secrets.randbits(53) if seed is None else seed}
+
+    async def _encode_path(self, live: LiveSession, path: Sequence[MessageRecord]) -> dict[MessageId, MessageRecord]:
+        """Encode what was not yet on a path to a reply, and check that the prompt leaves room for one.
+
+        Raises:
+            ContextOverflowError: it does not.
+            EngineUnavailableError: nobody can say.
+        """
+        core = self._core
+        context_tokens = core.link.info().context_tokens
+        encoded = await core.encode(live.record.system, path)
+        num_tokens = sum(len(encoded.get(m.message, m).token_ids) for m in path)
+        if num_tokens >= context_tokens:
+            raise ContextOverflowError.of(num_tokens, context_tokens)
+        return encoded
+
+    async def _commit_turn(
+        self,
+        request: Request,
+        live: LiveSession,
+        new: tuple[MessageRecord, ...],
+        encoded: dict[MessageId, MessageRecord],
+        fields: dict[str, Any],
+    ) -> None:
+        change = live.tree.append(*new)
+        # A fork on the path may get both its ids and its choice in one change.
+        puts = {r.message: r for r in (*encoded.values(), *change.puts)}
+        for message in puts.keys() & encoded.keys():
+            ids = encoded[message]
+            puts[message] = msgspec.structs.replace(puts[message], token_ids=ids.token_ids, encoded_for=ids.encoded_for)
+        change = msgspec.structs.replace(change, puts=tuple(puts.values()))
+        events: list[AnyEvent] = [
+            MessageAdded(
+                session=live.session,
+                message=m.message,
+                parent=m.parent,
+                role=m.role,
+                text=m.text,
+                status=m.status,
+            )
+            for m in new
+        ]
+        title = _title_of(new[0].text) if new[0].role == USER and not live.record.title else ""
+        await self._commit(request, live, change, events, fields, start=new[-1], title=title)
+
+    async def _commit(
+        self,
+        request: Request,
+        live: LiveSession,
+        change: TreeChange,
+        events: list[AnyEvent],
+        fields: dict[str, Any],
+        *,
+        start: MessageRecord | None = None,
+        title: str = "",
+    ) -> None:
+        """Store a change of the tree, then apply it, answer, publish, and start what is to be generated."""
+        core = self._core
+        if change.leaf != live.tree.leaf:
+            events.append(BranchSelected(session=live.session, leaf=change.leaf))
+        now = live.record.updated_at if start is None else core.clock()
+        record = with_tree(live.record, leaf=change.leaf, root_child=change.root_child, now=now)
+        if title:
+            record = msgspec.structs.replace(record, title=title, version=record.version + 1)
+            events.append(SessionUpdated(session=live.session, title=title))
+        old_ids = {m: live.tree.get(m).token_ids for r in change.puts if (m := r.message) in live.tree}
+
+        def apply() -> None:
+            if any(old_ids.get(r.message) and old_ids[r.message] != r.token_ids for r in change.puts):
+                live.paths.clear()  # another system prompt: the engine's paths begin otherwise
+            live.tree.apply(change)
+            live.record = record
+            request.answer(fields)
+            if start is not None:
+                core.generations.start(live, live.tree.get(start.message))
+
+        transaction = Transaction(
+            user=live.user,
+            session=live.session,
+            record=record,
+            puts=change.puts,
+            deletes=change.deletes,
+            events=tuple(events),
+            idempotency=request.idempotency(fields),
+        )
+        earlier = await core.sessions.commit(live, transaction, apply)
+        if earlier is not None:
+            request.answer(msgspec.json.decode(earlier))
+        elif start is not None:
+            core.publish_changed(live.user, live.session, title or None, deleted=False)
+
+    def _named(self, live: LiveSession, message: MessageId, role: str, field: str) -> MessageRecord:
+        record = live.tree.get(message)
+        if record.role != role:
+            article = {USER: "a user message", ASSISTANT: "an assistant message"}
+            raise BadParamsError(f"{field} must be {article[role]}, not {article[record.role]}", field=field)
+        return record
+
+    def _refuse_busy(self, live: LiveSession, message: MessageId) -> None:
+        if message in live.generations:
+            raise BusyError("this message is being generated; wait for its end or stop it", message=message)
+
+    def _check_room(self, live: LiveSession, num_new: int) -> None:
+        """Raises what keeps one more generation out."""
+        core = self._core
+        most = core.limits.max_messages_per_session
+        if len(live.tree) + num_new > most:
+            raise TooLargeError(f"a session holds at most {most} messages; fork it to go on", field="session")
+        running, most = core.generations.count(live.user), core.limits.max_generations_per_user
+        if running >= most:
+            raise RateLimitedError(
+                f"{running} answers of yours are being generated; at most {most} at once", retry_after_s=_RETRY_AFTER_S
+            )
+        if core.link.num_waiting >= core.link.info().max_queued:
+            raise OverloadedError("too many requests are waiting for the model", retry_after_s=_RETRY_AFTER_S)
+
+
+def _title_of(text: str) -> str:
+    """The first line of a conversation's first message, cut at a word."""
+    line = " ".join(next((line for line in text.splitlines() if line.strip()), "").split())
+    if len(line) <= MAX_TITLE_CHARS:
+        return line
+    cut = line[: MAX_TITLE_CHARS - 1]
+    return (cut.rpartition(" ")[0] if " " in cut[MAX_TITLE_CHARS // 2 :] else cut) + "…"
