@@ -133,6 +133,11 @@ class Generation:
         return self._output.num_kept
 
     @property
+    def is_ready_to_finish(self) -> bool:
+        """It has ended, and all its text is stored."""
+        return self.end is not None and not self.is_finishing and not any(piece.text for piece in self._unsent)
+
+    @property
     def num_unsent(self) -> int:
         """Tokens that wait for the store."""
         return sum(len(piece.token_ids) for piece in self._unsent)

@@ -185,7 +185,8 @@ class Generations:
                 else:
                     self._drop(generation)
         for generation in batch:
-            if generation.end is not None and not generation.is_finishing and generation in self._live:
+            # What came while we were writing is written first, in the next round: it has marked itself.
+            if generation.is_ready_to_finish and generation in self._live:
                 generation.is_finishing = True
                 task = asyncio.create_task(self._finish(generation), name=f"end of {generation.message}")
                 self._ending.add(task)
