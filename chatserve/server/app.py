@@ -1,0 +1,142 @@
+"""The web application: opens what it needs, wires it together, and routes.
+
+`build_app` is given settings and, in tests, another way to open a context. The lifespan owns the store's connection,
+the engine client, the service and the hub; they are opened in that order and closed in the opposite one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Final, TypedDict
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
+
+from chatserve.chat.events import AnyEvent
+from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.redis_store import open_store
+from chatserve.chat.service import ChatService
+from chatserve.chat.store import Store
+from chatserve.config import ServeSettings, WebSettings
+from chatserve.engine.client import EngineClient
+from chatserve.errors import EngineUnavailableError, StartupError
+from chatserve.server import api, openai
+from chatserve.server.auth import Authenticator
+from chatserve.server.connection import Connection
+from chatserve.server.context import Context
+from chatserve.server.http import GateMiddleware
+from chatserve.server.hub import Hub
+from chatserve.server.metrics import Metrics
+from chatserve.server.origin import Gate, is_loopback
+from chatserve.server.page import find_web_dir, page_routes
+from chatserve.types import SessionId, UserId
+
+ENGINE_CONNECT_TIMEOUT_S: Final = 0.5
+LAST_REQUESTS_S: Final = 5.0
+"""How long requests that were taken may go on when the server closes."""
+
+OpenContext = Callable[[WebSettings], AbstractAsyncContextManager[Context]]
+
+
+class _State(TypedDict):
+    context: Context
+
+
+def build_app(settings: WebSettings, open_context: OpenContext | None = None) -> Starlette:
+    """The application, not started yet.
+
+    Raises:
+        StartupError: the server would be reachable from other machines without tokens.
+    """
+    serve = settings.serve
+    if serve.tokens_file is None and not is_loopback(serve.host):
+        raise StartupError(
+            f"without tokens the server binds to this machine only, not to {serve.host}: "
+            "make one with `chatserve token USER` and set --tokens-file (CHATSERVE_TOKENS_FILE)"
+        )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[_State]:
+        async with (open_context or _open_context)(settings) as context:
+            yield {"context": context}
+
+    return Starlette(
+        routes=[WebSocketRoute("/ws", _socket), *api.ROUTES, *openai.ROUTES, *page_routes(find_web_dir())],
+        middleware=[
+            Middleware(GateMiddleware, gate=Gate(serve.host, serve.allowed_hosts, serve.allowed_origins)),
+        ],
+        exception_handlers=dict(api.EXCEPTION_HANDLERS),
+        lifespan=lifespan,
+    )
+
+
+async def _socket(websocket: WebSocket) -> None:
+    await Connection(websocket.state.context, websocket).run()
+
+
+@contextlib.asynccontextmanager
+async def _open_context(settings: WebSettings) -> AsyncIterator[Context]:
+    serve = settings.serve
+    authenticator = Authenticator(serve.tokens_file)
+    encoder = PromptEncoder(settings.model_dir, operator_prompts=read_operator_prompts(serve.system_prompts_dir))
+    async with contextlib.AsyncExitStack() as stack:
+        store = await open_store(settings.redis_url, event_history=serve.event_history)
+        stack.push_async_callback(store.close)
+        engine = EngineClient(settings.engine_socket)
+        stack.push_async_callback(engine.close)
+        # The model may load for minutes; until then everything but an answer is to be had.
+        with contextlib.suppress(EngineUnavailableError):
+            await engine.connect(ENGINE_CONNECT_TIMEOUT_S)
+        yield await stack.enter_async_context(running(serve, authenticator, store, engine, encoder))
+
+
+@contextlib.asynccontextmanager
+async def running(
+    serve: ServeSettings, authenticator: Authenticator, store: Store, engine: EngineClient, encoder: PromptEncoder
+) -> AsyncIterator[Context]:
+    """The hub and the service on top of an open store and engine, started and, at the end, closed."""
+    hub = Hub()
+    metrics = Metrics(hub)
+
+    def publish(user: UserId, session: SessionId, events: Sequence[AnyEvent]) -> None:
+        metrics.observe(events)
+        hub.publish(user, session, events)
+
+    service = ChatService(
+        store=store,
+        engine=engine,
+        encoder=encoder,
+        limits=serve.limits,
+        publish=publish,
+        publish_changed=hub.publish_changed,
+        publish_health=hub.publish_health,
+        orphan_grace_s=serve.orphan_grace_s,
+    )
+    hub.on_subscribers = service.set_subscribers
+    context = Context(serve, authenticator, hub, metrics, store, engine, service)
+    await service.start()
+    try:
+        yield context
+    finally:
+        await context.background.finish(LAST_REQUESTS_S)
+        await service.close()
+
+
+def read_operator_prompts(folder: Path | None) -> list[str]:
+    """The operator's system prompts: every text file of the folder.
+
+    Raises:
+        StartupError: the folder or a file in it cannot be read.
+    """
+    if folder is None:
+        return []
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix in {".txt", ".md"})
+        return [path.read_text(encoding="utf-8") for path in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"the system prompts in {folder} cannot be read: {error}") from error
