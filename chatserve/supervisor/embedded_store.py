@@ -1,6 +1,6 @@
 """The store that comes with the program: a Valkey server as a child on a Unix socket, with an append-only file.
 
-Owns `data_dir/store` (settings, log, append-only file, pid file) and the socket. Knows nothing of what is kept there.
+Owns `data_dir/store` (log, append-only file, pid file) and the socket. Knows nothing of what is kept there.
 The caller holds a lock on the data directory: two servers on one append-only file would destroy it.
 
 The server writes the append-only file before it replies, so what was acknowledged survives the death of any process.
@@ -15,6 +15,8 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
+import shlex
 import shutil
 import signal
 import stat
@@ -47,24 +49,23 @@ _TIED_TO_PARENT: Final = (
     'exec 3<&0; { read -r _ <&3 || kill -TERM "$$"; } 2>/dev/null & exec 3<&- </dev/null; exec "$0" "$@"'
 )
 
-_SETTINGS: Final = """\
-port 0
-unixsocket {socket}
-unixsocketperm 600
-dir {directory}
-pidfile {pid_file}
-daemonize no
-set-proc-title no
-loglevel notice
-databases 1
-save ""
-appendonly yes
-appendfsync {fsync}
-aof-load-truncated yes
-auto-aof-rewrite-percentage 100
-auto-aof-rewrite-min-size 64mb
-maxmemory-policy noeviction
-lazyfree-lazy-user-del yes
+_OPTIONS: Final = {
+    "port": "0",
+    "unixsocketperm": "600",
+    "daemonize": "no",
+    "set-proc-title": "no",
+    "loglevel": "notice",
+    "databases": "1",
+    "save": "",
+    "appendonly": "yes",
+    "aof-load-truncated": "yes",
+    "auto-aof-rewrite-percentage": "100",
+    "auto-aof-rewrite-min-size": "64mb",
+    "maxmemory-policy": "noeviction",
+    "lazyfree-lazy-user-del": "yes",
+}
+"""Given on the command line: the server takes the path of a settings file for a pattern, and one that matches nothing
+for no settings at all.
 """
 
 
@@ -84,7 +85,6 @@ class EmbeddedStore:
         self._wanted_socket = socket_path.absolute()
         self.socket_path = self._wanted_socket
         self._pid_file = self.directory / "store.pid"
-        self._settings = self.directory / "store.conf"
         self._fsync = fsync
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
@@ -112,13 +112,16 @@ class EmbeddedStore:
         binary = self._binary or find_server()
         try:
             self._prepare()
+            self._end_left_over()
+            self.socket_path.parent.mkdir(mode=0o700, exist_ok=True)
+            self.log_path.touch(mode=0o600)
+            log = self.log_path.open("ab")
         except OSError as error:
             raise StartupError(f"cannot keep sessions in {self.directory}: {_advise_os_error(error)}") from error
-        self._end_left_over()
-        with self.log_path.open("ab") as log:
+        with log:
             log_start = log.tell()
-            self._process = subprocess.Popen(  # noqa: S603  our own words, a packaged binary and our own path
-                ["/bin/sh", "-c", _TIED_TO_PARENT, str(binary), str(self._settings)],
+            self._process = subprocess.Popen(  # noqa: S603  our own words, a packaged binary and our own paths
+                ["/bin/sh", "-c", _TIED_TO_PARENT, str(binary), *self._arguments()],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -156,15 +159,16 @@ class EmbeddedStore:
         self.socket_path = short_socket_path(self._wanted_socket)
         if self.log_path.exists() and self.log_path.stat().st_size > MAX_LOG_BYTES:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
-        text = _SETTINGS.format(
-            socket=_quoted(self.socket_path),
-            directory=_quoted(self.directory),
-            pid_file=_quoted(self._pid_file),
-            fsync=self._fsync,
-        )
-        self._settings.write_text(text, encoding="utf-8", errors="surrogateescape")
-        with self._settings.open("rb+") as file:
-            os.fsync(file.fileno())  # a full disk says so here rather than half a step later
+
+    def _arguments(self) -> list[str]:
+        options = {
+            **_OPTIONS,
+            "unixsocket": str(self.socket_path),
+            "dir": str(self.directory),
+            "pidfile": str(self._pid_file),
+            "appendfsync": self._fsync,
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _wait_until_ready(self, log_start: int, progress: Callable[[float], None] | None) -> None:
         assert self._process is not None
@@ -205,16 +209,19 @@ class EmbeddedStore:
         self._forget()
 
     def _left_over_pid(self) -> int | None:
-        """The recorded pid, if that process was started with our settings: pids are used again."""
+        """The recorded pid, if that process was started with our pid file: pids are used again."""
         try:
             pid = int(self._pid_file.read_text(encoding="ascii"))
         except (OSError, ValueError):
             return None
-        return pid if pid > 1 and str(self._settings) in _command_line(pid) else None
+        return pid if pid > 1 and str(self._pid_file) in _command_line(pid) else None
 
     def _forget(self) -> None:
         for path in (self._pid_file, self.socket_path):
             path.unlink(missing_ok=True)
+        if self.socket_path != self._wanted_socket:
+            with contextlib.suppress(OSError):
+                self.socket_path.parent.rmdir()
 
     def _explain_exit(self, log_start: int) -> str:
         with self.log_path.open("rb") as log:
@@ -267,9 +274,10 @@ def explain_log(said: str, directory: Path, binary: Path) -> str:
         return f"the store cannot start: {directory} or a file in it cannot be written; check its owner and mode"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
-    files = sorted((directory / "appendonlydir").glob("*.manifest"))
-    if files and any(word in said for word in ("append only file", "AOF", "RDB")):
-        repair = f"bash -c 'exec -a valkey-check-aof {binary} --fix {files[0]}'"
+    damaged = re.search(r"append only file (\S+?):", said)
+    if damaged is not None:
+        tool, file = binary.name.replace("server", "check-aof"), directory / "appendonlydir" / damaged[1]
+        repair = f"bash -c {shlex.quote(shlex.join(['exec', '-a', tool, str(binary), '--fix', str(file)]))}"
         return (
             f"the store cannot start: its append-only file is damaged; copy {directory}, then cut the file off where "
             f"the damage begins with: {repair} (it said: {last})"
@@ -286,11 +294,6 @@ def _advise_os_error(error: OSError) -> str:
             return f"{what} ({error.filename}); choose a --data-dir that you can write"
         case _:
             return what
-
-
-def _quoted(path: Path) -> str:
-    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 def _command_line(pid: int) -> str:

@@ -136,6 +136,7 @@ class MemoryStore:
             new = msgspec.structs.replace(message, text=old.text, token_ids=old.token_ids)
         else:
             session.live[message.message] = (message.attempt, -1)
+            session.deltas = {place: result for place, result in session.deltas.items() if place[0] != message.message}
         session.messages[message.message] = new
 
     def _emit(self, session: _Session, event: AnyEvent) -> int:

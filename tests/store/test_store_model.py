@@ -1,0 +1,236 @@
+"""The real store and the model in tests/fakes say the same after any sequence of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from chatserve.chat.events import AnyEvent, BranchSelected, MessageUpdated, SessionUpdated
+from chatserve.chat.redis_store import open_store
+from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Store, Transaction
+from chatserve.errors import ChatError
+from chatserve.supervisor.embedded_store import EmbeddedStore
+from chatserve.types import MessageId, SessionId, UserId
+from tests.fakes.memory_store import MemoryStore
+
+sessions = st.sampled_from([SessionId(s) for s in ("s1", "s2", "s\n3é")])
+messages = st.sampled_from([MessageId(m) for m in ("m1", "m2", "m:3", "m 4")])
+texts = st.one_of(st.sampled_from(["", "Straße", "STRASSE", "\0", "👩‍👩‍👧"]), st.text(max_size=8))
+attempts = st.integers(0, 1)
+records = st.builds(
+    SessionRecord,
+    session=st.just(SessionId("")),
+    user=st.just(UserId("")),
+    title=texts,
+    system=st.one_of(st.none(), texts),
+    params=st.sampled_from([{}, {"temperature": 0.5}, {"stop": ["\0", "é"]}]),
+    leaf=st.one_of(st.none(), messages),
+    version=st.integers(0, 3),
+    created_at=st.just(1.0),
+    updated_at=st.sampled_from([1.0, 2.0, 1e9 + 1 / 3]),
+)
+puts = st.lists(
+    st.builds(
+        MessageRecord,
+        message=messages,
+        parent=st.one_of(st.none(), messages),
+        role=st.just("assistant"),
+        text=texts,
+        status=st.sampled_from(["generating", "generating", "done", "interrupted"]),
+        created_at=st.just(1.0),
+        token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+        attempt=attempts,
+    ),
+    max_size=3,
+    unique_by=lambda put: put.message,
+).map(tuple)
+events = st.lists(
+    st.one_of(
+        st.builds(BranchSelected, session=st.just(SessionId("")), leaf=st.one_of(st.none(), messages)),
+        st.builds(MessageUpdated, session=st.just(SessionId("")), message=messages, status=texts),
+        st.builds(SessionUpdated, session=st.just(SessionId("")), title=texts, system=st.one_of(st.none(), texts)),
+    ),
+    max_size=3,
+).map(tuple)
+idempotencies = st.one_of(
+    st.none(),
+    st.builds(Idempotency, st.sampled_from(["r1", "r2", "r:3"]), st.sampled_from(["d1", "d2"]), st.binary(max_size=4)),
+)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    server: ClassVar[EmbeddedStore]
+
+    @initialize()
+    def open(self) -> None:
+        self.runner = asyncio.Runner()
+        self.user = UserId(f"u{{}}{uuid.uuid4()}")
+        self.real: Store = self.runner.run(open_store(self.server.url, event_history=4096))
+        self.model: Store = MemoryStore(event_history=4096)
+        self.next_token: dict[tuple[SessionId, MessageId], int] = {}
+        self.appended: list[Delta] = []
+        self.writes: list[Transaction] = []
+        self.live: dict[SessionId, list[AnyEvent]] = {}
+        """Each session's events as somebody who never disconnected gets them."""
+
+    def teardown(self) -> None:
+        if hasattr(self, "runner"):
+            self.runner.run(self.real.close())
+            self.runner.close()
+
+    def both(self, call: Callable[[Store], Coroutine[Any, Any, Any]]) -> Any:
+        outcomes = []
+        for store in (self.real, self.model):
+            try:
+                outcomes.append(self.runner.run(call(store)))
+            except ChatError as error:
+                outcomes.append(type(error))
+        assert outcomes[0] == outcomes[1]
+        return outcomes[0]
+
+    def commit(self, change: Transaction) -> Any:
+        return self.both(lambda store: store.commit(change))
+
+    @rule(
+        session=sessions,
+        create=st.booleans(),
+        record=records,
+        keeps_record=st.booleans(),
+        puts=puts,
+        deletes=st.lists(messages, max_size=2, unique=True).map(tuple),
+        events=events,
+        idempotency=idempotencies,
+    )
+    def change(
+        self,
+        session: SessionId,
+        create: bool,
+        record: SessionRecord,
+        keeps_record: bool,
+        puts: tuple[MessageRecord, ...],
+        deletes: tuple[MessageId, ...],
+        events: tuple[AnyEvent, ...],
+        idempotency: Idempotency | None,
+    ) -> None:
+        named = msgspec.structs.replace(record, session=session, user=self.user)
+        change = Transaction(
+            user=self.user,
+            session=session,
+            create=create,
+            record=None if keeps_record and not create else named,
+            puts=puts,
+            deletes=deletes,
+            events=tuple(msgspec.structs.replace(event, session=session) for event in events),
+            idempotency=idempotency,
+            write_id=uuid.uuid4().hex,
+        )
+        self.commit(change)
+        self.writes.append(change)
+        touched = {put.message for put in puts} | set(deletes)
+        self.appended = [d for d in self.appended if d.session != session or d.message not in touched]
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data())
+    def retry_a_write_that_was_done(self, data: st.DataObject) -> None:
+        self.commit(data.draw(st.sampled_from(self.writes[-5:])))
+
+    @rule(session=sessions, idempotency=idempotencies)
+    def delete(self, session: SessionId, idempotency: Idempotency | None) -> None:
+        self.commit(
+            Transaction(
+                user=self.user, session=session, delete=True, idempotency=idempotency, write_id=uuid.uuid4().hex
+            )
+        )
+        self.live.pop(session, None)
+
+    @rule(places=st.lists(st.tuples(sessions, messages, attempts, texts, st.integers(0, 2)), min_size=1, max_size=6))
+    def append(self, places: list[tuple[SessionId, MessageId, int, str, int]]) -> None:
+        step = []
+        for session, message, attempt, text, num_tokens in places:
+            first_token = self.next_token.get((session, message), 0)
+            self.next_token[session, message] = first_token + max(1, num_tokens)
+            step.append(
+                Delta(
+                    user=self.user,
+                    session=session,
+                    message=message,
+                    attempt=attempt,
+                    first_token=first_token,
+                    token_ids=tuple(range(num_tokens)),
+                    text=text,
+                )
+            )
+        numbers = self.both(lambda store: store.append(step))
+        self.appended += [delta for delta, seq in zip(step, numbers, strict=True) if seq is not None]
+
+    @precondition(lambda self: self.appended)
+    @rule(data=st.data())
+    def retry_deltas_that_were_appended(self, data: st.DataObject) -> None:
+        first = data.draw(st.integers(0, len(self.appended) - 1))
+        self.both(lambda store: store.append(self.appended[first : first + 4]))
+
+    @rule(session=sessions, after=st.integers(0, 12))
+    def replay(self, session: SessionId, after: int) -> None:
+        self.both(lambda store: store.events(self.user, session, after))
+
+    @rule(limit=st.integers(1, 3), query=st.one_of(st.none(), texts))
+    def page(self, limit: int, query: str | None) -> None:
+        cursor = None
+        while True:
+            page = self.both(lambda store: store.list_sessions(self.user, limit, cursor, query))
+            if (cursor := page.cursor) is None:
+                break
+
+    @rule(request_id=st.sampled_from(["r1", "r2", "r:3"]))
+    def look_up(self, request_id: str) -> None:
+        self.both(lambda store: store.answer(self.user, request_id))
+
+    @invariant()
+    def sessions_are_equal_and_events_go_on_where_they_stood(self) -> None:
+        if not hasattr(self, "runner"):
+            return
+        for session in ("s1", "s2", "s\n3é"):
+            name = SessionId(session)
+            state = self.both(lambda store, name=name: store.load(self.user, name))
+            if state is None:
+                continue
+            seen = self.live.setdefault(name, [])
+            later = self.both(lambda store, name=name, seen=seen: store.events(self.user, name, len(seen)))
+            assert later is not None
+            seen += later
+            assert [event.seq for event in seen] == list(range(1, state.seq + 1))
+
+    @invariant()
+    def what_is_unfinished_is_known(self) -> None:
+        if hasattr(self, "runner"):
+            mine = [pair for pair in self.runner.run(self.real.unfinished()) if pair[0] == self.user]
+            assert mine == self.runner.run(self.model.unfinished())
+
+
+@pytest.mark.timeout(300)
+def test_the_store_equals_its_model(server: EmbeddedStore) -> None:
+    machine = type("Machine", (StoreMachine,), {"server": server})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
