@@ -265,6 +265,8 @@ export class BlockScanner {
     const { _open: open, _fence: fence, _blankLines: blank } = this;
     this._saved = { open, fence, blank, source: open?.source ?? "", done: false, count: this.blocks.length };
     this._apply(meaning, line);
+    // A line of its own kind, such as a heading, is finished by its end only.
+    for (const block of this.blocks.slice(this._saved.count)) block.done = false;
   }
 
   _dropPreview() {

@@ -1,0 +1,35 @@
+// What a person types into the settings, and the outline of branches.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { INITIAL_STATE, reduce } from "../../../web/js/reducer.js";
+import { PARAM_RANGES, readParam, wellFormed } from "../../../web/js/protocol.js";
+import { readStop } from "../../../web/js/views/settings.js";
+import { outline } from "../../../web/js/views/tree.js";
+
+test("a number is taken inside its range only, ends included where they are allowed", () => {
+  for (const [name, range] of PARAM_RANGES) {
+    assert.deepEqual(readParam(name, String(range.high)), { value: range.high });
+    assert.equal("problem" in readParam(name, String(range.low)), range.aboveLow === true, name);
+    for (const bad of [String(range.high + 1), String(range.low - 1), "x", "1e999", "NaN"]) assert.ok("problem" in readParam(name, bad), `${name} ${bad}`);
+    assert.equal("problem" in readParam(name, "0.5") && range.whole, range.whole);
+    assert.deepEqual(readParam(name, "  "), { value: null });
+  }
+});
+
+test("stop strings are one a line, with escapes, at most eight", () => {
+  assert.deepEqual(readStop("END\n\\n\\nUser:\na\\\\b\n\n"), { value: ["END", "\n\nUser:", "a\\b"] });
+  assert.deepEqual(readStop(""), { value: null });
+  assert.ok("problem" in readStop("a\n".repeat(9)));
+  assert.ok("problem" in readStop("a".repeat(257)));
+});
+
+test("lone surrogates do not travel, pairs do", () => {
+  assert.equal(wellFormed("a\uD83Db\uDE00c😀"), "a\uFFFDb\uFFFDc😀");
+});
+
+test("only a fork indents the outline", () => {
+  const message = (id, parent) => ({ message: id, parent, role: "user", text: id, status: "done" });
+  const messages = [message("a", null), message("b", "a"), message("c", "b"), message("d", "b"), message("e", "c")];
+  const state = reduce(INITIAL_STATE, { type: "snapshot", session: "s", seq: 1, title: "", leaf: "e", messages, part: 0, last: true });
+  assert.deepEqual(outline(state.sessions.get("s")).map(({ id, depth }) => [id, depth]), [["a", 0], ["b", 0], ["c", 1], ["e", 1], ["d", 1]]);
+});
