@@ -123,24 +123,25 @@ class BlockTree:
         return self._tags.setdefault(scope, len(self._tags).to_bytes(TAG_BYTES, "big"))
 
     def find(self, tokens: bytes, scope: Scope) -> Path:
-        """The longest path over public nodes and those of `scope` that spells a beginning of packed `tokens`.
+        """The longest way to spell a beginning of packed `tokens`; among equals the more public. Reads only."""
+        return max(self.paths(tokens, scope), key=lambda path: (len(path.nodes), path.fork_tokens))
 
-        Reads only. A public node may have children of both kinds, a private one only of its own: so the candidates are
-        the public trunk and, from each of its nodes, the private branch. At equal length the more public one is taken.
+    def paths(self, tokens: bytes, scope: Scope) -> list[Path]:
+        """Every way to spell a beginning of packed `tokens` with public nodes and those of `scope`. Reads only.
+
+        A public node may have children of both kinds, a private one only of its own. So the ways are the public trunk
+        and, from each of its nodes, the private branch; as a rule there is one, at the end of what is shared.
         """
         tags = [PUBLIC_TAG]
-        if scope in self._tags and scope != PUBLIC:
-            tags.append(self._tags[scope])
         trunk = self._follow(self.root, tokens, 0, PUBLIC_TAG)
-        paths = [trunk]
-        for tag in tags[1:]:
+        found = [trunk]
+        if scope in self._tags:
+            tags.append(self._tags[scope])
             for depth in range(len(trunk), -1, -1):
-                branch = self._follow(trunk[depth - 1] if depth else self.root, tokens, depth, tag)
+                branch = self._follow(trunk[depth - 1] if depth else self.root, tokens, depth, tags[1])
                 if branch:
-                    paths.append(trunk[:depth] + branch)
-        longest = max(len(path) for path in paths)
-        ends = [self._fork(path, tokens, tags) for path in paths if len(path) == longest]
-        return max(ends, key=lambda path: path.fork_tokens)
+                    found.append(trunk[:depth] + branch)
+        return [self._fork(nodes, tokens, tags) for nodes in found]
 
     def walk(self) -> Iterator[Node]:
         """Every node but the root, parents first."""

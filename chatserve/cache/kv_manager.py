@@ -218,13 +218,13 @@ class KVManager:
     def release(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
         """Forget a deleted session's path, from its end up to what is public, running, or part of another path."""
         del num_shared_tokens
-        path = self._tree.find(pack(token_ids), Scope(user))
-        whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
-        nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
-        for node in reversed(nodes):
-            if node.is_public or node.num_pins or node.children:
-                return
-            self._forget(node)
+        for path in reversed(self._tree.paths(pack(token_ids), Scope(user))):
+            whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
+            nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
+            for node in reversed(nodes):
+                if node.is_public or node.num_pins or node.children or not self._tree.is_attached(node):
+                    break
+                self._forget(node)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
