@@ -1,0 +1,165 @@
+"""From a model directory to a model on a device.
+
+Reads safetensors memory-mapped and strictly: a name that is missing, not expected, or of another shape is an error that
+names it. Chooses the precision and between our own definition and transformers'. Must not know about KV or requests.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from chatserve.errors import StartupError
+from chatserve.model import model_dir
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from transformers import PreTrainedConfig
+
+    from chatserve.model.shapes import CausalModel
+
+_SHOWN_NAMES = 4
+
+
+class TensorSource(Protocol):
+    """Named tensors, each taken once."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+
+class WeightReader:
+    """The tensors of a directory's safetensors files, memory-mapped until `close`.
+
+    Raises:
+        StartupError: from `take`, a missing name or another shape; from `finish`, names that nobody took.
+    """
+
+    def __init__(self, directory: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._directory = directory
+        self._dtype = dtype
+        self._device = device
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        for path in model_dir.weight_files(directory):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                self._stack.close()
+                raise StartupError(f"{path} cannot be read: {error}; fetch the model again") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+        self._left = set(self._files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor in the reader's dtype, on its device."""
+        file = self._files.get(name)
+        if file is None:
+            raise StartupError(f"{self._directory} lacks the weight {name}; is it a whole model of this architecture?")
+        tensor: torch.Tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise StartupError(
+                f"{self._directory}: {name} has shape {tuple(tensor.shape)}, the configuration says {shape}"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise StartupError(f"{self._directory}: {name} is {tensor.dtype}; quantised weights are not read")
+        self._left.discard(name)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def ignore(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+        self._left.discard(name)
+
+    def finish(self) -> None:
+        if self._left:
+            names = sorted(self._left)
+            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+            shown = ", ".join(names[:_SHOWN_NAMES])
+            raise StartupError(f"{self._directory} holds weights that this architecture does not have: {shown}{more}")
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The configuration as transformers understands it, so that old spellings are read as it reads them.
+
+    Raises:
+        StartupError: unreadable, or of a kind that this version of transformers does not know.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415 - seconds to import; errors before it come at once
+
+    raw = model_dir.read_config(directory)
+    if "quantization_config" in raw:
+        raise StartupError(f"{directory} is quantised; serve the original weights, or a .gguf file, which is widened")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(f"{directory / 'config.json'} is not usable: {first}") from error
+    return config
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:1` as a device that is there.
+
+    Raises:
+        StartupError: names what was asked for and what is allowed.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in {"cpu", "cuda"} or (index and not index.isdigit()) or (kind == "cpu" and index):
+        raise StartupError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise StartupError(f"device {name} was asked for, but torch {torch.__version__} sees no CUDA device")
+        if index and int(index) >= torch.cuda.device_count():
+            raise StartupError(f"device {name} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device(name)
+
+
+def choose_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, where it is both exact and fastest; on CUDA the checkpoint's 16 bits, else bfloat16."""
+    if device.type == "cpu":
+        return torch.float32
+    stored = getattr(config, "dtype", None)
+    return stored if stored in {torch.float16, torch.bfloat16} else torch.bfloat16
+
+
+def load_model(directory: Path, device: torch.device, impl: str) -> tuple[CausalModel, torch.dtype]:
+    """The model of a directory, in the precision that the device wants.
+
+    `impl` is `llama` (our own definition), `hf` (transformers' model through our attention) or `auto`: the first that
+    can run it.
+
+    Raises:
+        StartupError: the directory is damaged, or this program cannot run what is in it.
+    """
+    if impl not in {"auto", "llama", "hf"}:
+        raise StartupError(f"model-impl must be auto, llama or hf, not {impl!r}")
+    model_dir.check_directory(directory)
+    config = read_config(directory)
+    dtype = choose_dtype(config, device)
+    from chatserve.model import llama  # noqa: PLC0415 - needs transformers, seconds to import
+
+    if impl == "llama" or (impl == "auto" and llama.why_not(config) is None):
+        with WeightReader(directory, dtype=dtype, device=device) as weights:
+            model = llama.LlamaModel(config, weights)
+            weights.finish()
+        return model, dtype
+    from chatserve.model import hf  # noqa: PLC0415
+
+    return hf.HFModel(directory, config, dtype=dtype, device=device), dtype

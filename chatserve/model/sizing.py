@@ -1,0 +1,139 @@
+"""How much memory KV gets, and how many compute threads: what was asked for, held against what the machine has.
+
+Reads the machine (memory, cgroup limits, processors); must not allocate anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from chatserve.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_ALLOWED = "auto, bytes with an optional suffix (512M, 4G) or a number of blocks (64blocks)"
+_AUTO_CPU_SHARE = 0.25
+_AUTO_CPU_BYTES = 2 << 30
+_AUTO_HOST_BYTES = 16 << 30
+_AUTO_CUDA_SHARE = 0.9
+_CUDA_RESERVE_BYTES = 1 << 30
+"""For activations, logits and gathered keys of the largest step."""
+_AUTO_BLOCKS = 1 << 17
+"""Most blocks by default: tiny models have tiny blocks, and each costs the block tree a little."""
+MIN_BLOCKS = 2
+
+
+def device_blocks(setting: str, block_bytes: int, device: torch.device) -> int:
+    """Blocks of the device pool for `--kv-cache-memory`.
+
+    Raises:
+        StartupError: the value is nonsense, too small for two blocks, or more than there is.
+    """
+    free = _cuda_free(device) if device.type == "cuda" else available_memory()
+    if setting == "auto":
+        if device.type == "cuda":
+            budget = int(free * _AUTO_CUDA_SHARE) - _CUDA_RESERVE_BYTES
+        else:
+            budget = min(int(free * _AUTO_CPU_SHARE), _AUTO_CPU_BYTES)
+        blocks = min(budget // block_bytes, _AUTO_BLOCKS)
+        if blocks < MIN_BLOCKS:
+            raise StartupError(f"{free >> 20} MiB of free memory on {device} is too little for KV; free some")
+        return blocks
+    blocks = parse_size("kv-cache-memory", setting, block_bytes)
+    if blocks < MIN_BLOCKS:
+        raise StartupError(
+            f"kv-cache-memory {setting} holds {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
+        )
+    _check_there_is("kv-cache-memory", setting, blocks * block_bytes, free)
+    return blocks
+
+
+def host_blocks(setting: str, block_bytes: int, device: torch.device) -> int:
+    """Blocks of the host pool for `--host-cache-memory`; 0 is allowed and means none.
+
+    Raises:
+        StartupError: the value is nonsense or more than there is.
+    """
+    free = available_memory()
+    if setting == "auto":
+        most = _AUTO_HOST_BYTES if device.type == "cuda" else _AUTO_CPU_BYTES
+        return min(min(int(free * _AUTO_CPU_SHARE), most) // block_bytes, _AUTO_BLOCKS)
+    blocks = parse_size("host-cache-memory", setting, block_bytes)
+    _check_there_is("host-cache-memory", setting, blocks * block_bytes, free)
+    return blocks
+
+
+def parse_size(option: str, setting: str, block_bytes: int) -> int:
+    """Whole blocks for `512M`, `4G`, `1048576` or `64blocks`.
+
+    Raises:
+        StartupError: names the option, what was given and what is allowed.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(?:i?B)?|(blocks?))", setting.strip(), re.IGNORECASE)
+    if match is None or (match[3] and "." in match[1]):
+        raise StartupError(f"{option} must be {_ALLOWED}, not {setting!r}")
+    if match[3]:
+        return int(match[1])
+    return int(float(match[1]) * _UNITS[match[2].upper()]) // block_bytes
+
+
+def available_memory() -> int:
+    """Bytes that this process could still use, within its cgroups' limits."""
+    limits = list(_cgroup_rooms())
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        limits.append(int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)[1]) << 10)  # type: ignore[index]
+    except (OSError, TypeError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return min(limits)
+
+
+def compute_threads(setting: int) -> int:
+    """Threads on a CPU: what was asked for, else torch's count of physical cores within this process's share.
+
+    Raises:
+        StartupError: a negative number.
+    """
+    if setting < 0:
+        raise StartupError(f"threads must be 0 (one a physical core) or more, not {setting}")
+    if setting:
+        return setting
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            allowed = min(allowed, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return max(1, min(torch.get_num_threads(), allowed))
+
+
+def _cgroup_rooms() -> Iterator[int]:
+    root = Path("/sys/fs/cgroup")
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            yield max(0, int((root / limit_name).read_text()) - int((root / usage_name).read_text()))
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+
+
+def _cuda_free(device: torch.device) -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _check_there_is(option: str, setting: str, wanted: int, free: int) -> None:
+    if wanted > free:
+        raise StartupError(
+            f"{option} {setting} is {wanted >> 20} MiB, but only {free >> 20} MiB are free; ask for less"
+        )
