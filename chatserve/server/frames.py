@@ -172,13 +172,13 @@ class Welcome(ServerFrame, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Ack(ServerFrame, frozen=True, kw_only=True, tag="ack"):
-    """For the schema: an ack also carries what its request's row promises."""
+    """It also carries what its request promises, such as `session` or `reply`."""
 
     id: RequestIdText
 
 
 class Error(ServerFrame, frozen=True, kw_only=True, tag="error"):
-    """For the schema: an error also carries what its code promises, such as `field` or `retry_after_s`."""
+    """It also carries what its code promises, such as `field` or `retry_after_s`."""
 
     id: str | UnsetType = UNSET
     session: str | UnsetType = UNSET
