@@ -109,8 +109,18 @@ def cli() -> None:
 @option("--threads", type=click.IntRange(0), default=_DEFAULTS.threads, help="CPU threads; 0 takes one a core.")
 @_redis_url
 @_tokens_file
-@option("--allowed-origins", multiple=True, help="Other web origins whose pages may connect (repeatable).")
-@option("--allowed-hosts", multiple=True, help="Other names that this server is known by (repeatable).")
+@option(
+    "--allowed-origin",
+    "allowed_origins",
+    multiple=True,
+    help="Another web origin whose pages may connect (repeatable; in the variable, separated by spaces).",
+)
+@option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    help="Another name that this server is known by (repeatable; in the variable, separated by spaces).",
+)
 @option("--system-prompts-dir", type=_DIRECTORY, help="Text files: system prompts whose KV all users share.")
 @option(
     "--orphan-grace-s",

@@ -53,13 +53,14 @@ def installed_groups(stamp: Path) -> list[str] | None:
 
 
 def works(python: Path) -> bool:
-    return (
-        python.exists() and subprocess.run([python, "-I", "-c", ""], check=False, capture_output=True).returncode == 0
-    )
+    """Whether the environment's interpreter runs (the Python that it was made from may be gone) and has pip."""
+    if not python.exists():
+        return False
+    return subprocess.run([python, "-I", "-c", "import pip"], check=False, capture_output=True).returncode == 0
 
 
 def make_environment(venv: Path) -> None:
-    if works(venv / "bin" / "python") and works(venv / "bin" / "pip"):
+    if works(venv / "bin" / "python"):
         return
     print(f"Making {venv}", file=sys.stderr, flush=True)
     shutil.rmtree(venv, ignore_errors=True)
@@ -81,7 +82,8 @@ def install(venv: Path, groups: list[str]) -> None:
         "Installing ChatServe" + (f" and what {', '.join(groups)} needs" if groups else ""), file=sys.stderr, flush=True
     )
     command = [venv / "bin" / "python", "-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    command += ["--progress-bar", "on" if sys.stderr.isatty() else "off", *([] if sys.stderr.isatty() else ["--quiet"])]
+    # A person sees pip's progress; a log gets its errors alone. All of it is in the log file.
+    command += ["--progress-bar", "on"] if sys.stderr.isatty() else ["--progress-bar", "off", "-qq"]
     log = venv / "install.log"
     log.unlink(missing_ok=True)
     with subprocess.Popen(

@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # The terminal client shares no code with the server that it talks to.
     "chatserve.terminal": (),
     "chatserve.progress": (),
-    "chatserve.supervisor": ("chatserve.server.auth", "chatserve.model.catalog"),
+    "chatserve.supervisor": ("chatserve.server.auth", "chatserve.server.origin", "chatserve.model.catalog"),
     "chatserve.doctor": ("chatserve.supervisor.", "chatserve.server.", "chatserve.model.catalog"),
     "chatserve.bench": ("chatserve.",),
     "chatserve.cli": ("chatserve.",),

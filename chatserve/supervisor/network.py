@@ -8,25 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from chatserve.errors import StartupError
 from chatserve.server import auth
+from chatserve.server.origin import is_loopback
 
 _MAX_HEAD_BYTES = 65_536
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`. Names other than localhost count as reachable: they may change."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def check_exposure(host: str, tokens_file: Path | None) -> None:
