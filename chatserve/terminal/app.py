@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -130,9 +131,17 @@ class ChatApp:
     async def ask(self, kind: str, message: str, **fields: Any) -> None:
         """A request whose ack names a reply, which is then shown."""
         view = await self.opened()
-        shown = len(view.messages[message].text) if kind == "message.continue" else 0
         made = await self.client.request(kind, session=view.session, message=message, **fields)
-        await self._watch(made["reply"], shown)
+        await self._watch(made["reply"])
+
+    async def go_on(self, message: Message) -> None:
+        """Continue an answer that has ended, and show what is added."""
+        view = await self.opened()
+        before = dataclasses.replace(message)
+        await self.client.request("message.continue", session=view.session, message=before.message)
+        # It stands there as ended until the first event of its continuation.
+        await self.client.wait_for(lambda: view.messages.get(before.message) != before)
+        await self._watch(before.message, len(before.text))
 
     async def _watch(self, reply: str, shown: int = 0) -> None:
         """Print an answer as it comes, over reconnects, until it ends; Ctrl-C stops it."""

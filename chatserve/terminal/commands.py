@@ -64,7 +64,7 @@ async def _edit(app: ChatApp, argument: str) -> None:
 
 @_command("continue", "", "let the last answer go on")
 async def _continue(app: ChatApp, _: str) -> None:
-    await app.ask("message.continue", (await app.message("", "assistant")).message)
+    await app.go_on(await app.message("", "assistant"))
 
 
 @_command("branch", "[[N] K]", "list the alternatives; choose the Kth (of message N)")

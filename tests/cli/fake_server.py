@@ -99,6 +99,8 @@ class FakeServer:
                 } | {"created_at": 0}
                 if event["message"] in self._added_events:
                     self._added_events[event["message"]].set()
+            case "message.updated":
+                held["messages"][event["message"]]["status"] = event["status"]
             case "branch.selected":
                 held["leaf"] = event["leaf"]
             case "generation.delta":
@@ -180,6 +182,13 @@ class FakeServer:
         messages = self.sessions[frame["session"]]["messages"]
         asked = messages[messages[frame["message"]]["parent"]]
         return {"reply": self._reply(frame["session"], asked["message"], "again " + asked["text"], after)}
+
+    def _message_continue(self, frame: dict[str, Any], _socket: ServerConnection, after: list[Any]) -> dict[str, Any]:
+        message = frame["message"]
+        after.append({"type": "message.updated", "message": message, "status": "generating"})
+        after.append({"type": "generation.delta", "message": message, "text": " and on"})
+        after.append(self._ended(message, "stop", "done"))
+        return {"reply": message}
 
     def _branch_select(self, frame: dict[str, Any], _socket: ServerConnection, after: list[Any]) -> dict[str, Any]:
         after.append({"type": "branch.selected", "leaf": frame["message"]})

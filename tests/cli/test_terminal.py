@@ -70,6 +70,14 @@ async def test_regenerate_edit_and_branch_move_through_the_tree() -> None:
         assert [each["role"] for each in session["messages"].values()].count("user") == 2
 
 
+@pytest.mark.parametrize("cuts", [[], [6], [7, 0]])
+async def test_a_continued_answer_shows_what_is_added(cuts: list[int]) -> None:
+    async with FakeServer() as server:
+        server.cut_after_events = list(cuts)
+        out, _ = await talk(server, "one", "/continue", "/history")
+        assert out == "one\n and on\none\none and on\n"
+
+
 async def test_params_and_system_are_set_and_taken_back() -> None:
     async with FakeServer() as server:
         _, notes = await talk(
