@@ -84,37 +84,37 @@ export class Actions {
 
   /** @param {string} session @param {string} message */
   regenerate(session, message) {
-    return this._try("Regenerating failed", "message.regenerate", { session, message });
+    return this._try("Not regenerated.", "message.regenerate", { session, message });
   }
 
   /** @param {string} session @param {string} message */
   continue(session, message) {
-    return this._try("Continuing failed", "message.continue", { session, message });
+    return this._try("Not continued.", "message.continue", { session, message });
   }
 
   /** @param {string} session @param {string} message */
   deleteMessage(session, message) {
-    return this._try("Deleting failed", "message.delete", { session, message });
+    return this._try("Not deleted.", "message.delete", { session, message });
   }
 
   /** @param {string} session @param {string} message */
   select(session, message) {
-    return this._try("Switching failed", "branch.select", { session, message });
+    return this._try("Not switched.", "branch.select", { session, message });
   }
 
   /** @param {string} session @param {string} message */
   stop(session, message) {
-    return this._try("Stopping failed", "generation.stop", { session, message });
+    return this._try("Not stopped.", "generation.stop", { session, message });
   }
 
   /** @param {string} session */
   deleteSession(session) {
-    return this._try("Deleting the chat failed", "session.delete", { session });
+    return this._try("The chat was not deleted.", "session.delete", { session });
   }
 
   /** @param {string} session @param {string} title */
   rename(session, title) {
-    return this._try("Renaming failed", "session.update", { session, title: wellFormed(title) });
+    return this._try("Not renamed.", "session.update", { session, title: wellFormed(title) });
   }
 
   /**
@@ -123,7 +123,7 @@ export class Actions {
    * @returns {Promise<string | null>} the new session
    */
   async fork(session, message) {
-    const ack = await this._try("Forking failed", "session.fork", { session, message });
+    const ack = await this._try("Not forked.", "session.fork", { session, message });
     return ack?.session ?? null;
   }
 
@@ -141,9 +141,14 @@ export class Actions {
     const cursor = more ? this._store.state.list.cursor : null;
     this._store.dispatch({ type: "page.list.asked", query });
     const limit = more ? 50 : Math.min(100, Math.max(50, this._store.state.list.rows.length));
-    const ack = await this._try("Reading the chats failed", "session.list", { limit, ...(query ? { query } : {}), ...(cursor ? { cursor } : {}) });
-    if (ack === null) this._store.dispatch({ type: "page.list.failed" });
-    else this._store.dispatch({ type: "page.list.read", query, more, rows: ack.sessions, cursor: ack.cursor ?? null });
+    try {
+      const ack = await this._connection.request("session.list", { limit, ...(query ? { query } : {}), ...(cursor ? { cursor } : {}) });
+      this._store.dispatch({ type: "page.list.read", query, more, rows: ack.sessions, cursor: ack.cursor ?? null });
+    } catch (error) {
+      this._store.dispatch({ type: "page.list.failed" });
+      // That there is no connection is said elsewhere.
+      if (/** @type {ProtocolError} */ (error).code !== "closed") this._onProblem("Reading the chats failed.", /** @type {Error} */ (error));
+    }
   }
 
   /** @param {string} session */
@@ -154,7 +159,7 @@ export class Actions {
     this._connection.request("session.open", { session }).catch((/** @type {ProtocolError} */ error) => {
       this._opening.delete(session);
       if (error.code === "not_found") this._store.dispatch({ type: "page.missing", session });
-      else if (error.code !== "closed") this._onProblem("Opening the chat failed", error);
+      else if (error.code !== "closed") this._onProblem("The chat was not opened.", error);
     });
   }
 

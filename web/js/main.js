@@ -8,19 +8,22 @@
 
 import { Actions } from "./actions.js";
 import { Connection } from "./connection.js";
+import { makeId } from "./ids.js";
 import { installKeys } from "./keys.js";
 import { readToken, writeDraft, writeToken } from "./prefs.js";
 import { CLOSE_NOT_AUTHENTICATED } from "./protocol.js";
 import { Follower } from "./scroll.js";
 import { Store } from "./store.js";
 import { installTheme } from "./theme.js";
-import { exportSession, importSessions } from "./transfer.js";
+import { exportSession } from "./transfer.js";
 import { activePath, subtreeOf } from "./tree.js";
 import { Banner } from "./views/banner.js";
 import { Composer } from "./views/composer.js";
 import { ConversationView } from "./views/conversation.js";
 import { askToken, confirm } from "./views/dialogs.js";
-import { announce, count, h, icon, iconButton } from "./views/dom.js";
+import { announce, count, icon, iconButton } from "./views/dom.js";
+import { Drawer } from "./views/drawer.js";
+import { installImporter } from "./views/importer.js";
 import { Notices } from "./views/notices.js";
 import { SettingsView } from "./views/settings.js";
 import { Sidebar, titleOr } from "./views/sidebar.js";
@@ -43,12 +46,6 @@ const connection = new Connection({
 const actions = new Actions(connection, store, (what, error) => notices.problem(what, error));
 const follower = new Follower(byId("scroller"), byId("conversation"));
 
-/** `crypto.randomUUID` exists on secure origins only, and a server may be reached by plain HTTP. */
-function makeId() {
-  if (typeof crypto.randomUUID === "function") return crypto.randomUUID();
-  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-}
-
 const shownSession = () => (store.state.shown === null ? undefined : store.state.sessions.get(store.state.shown));
 
 // ---- where we are ----
@@ -63,7 +60,7 @@ function readAddress() {
     notices.clear();
     actions.show(session);
   }
-  closeSidebar();
+  drawer.close();
 }
 
 /** @param {string | null} session */
@@ -90,7 +87,7 @@ const conversation = new ConversationView(byId("conversation"), follower, {
   remove: (message) => withShown((session) => removeMessage(session, message)),
   edit: async (message, text) => {
     const { shown } = store.state;
-    return shown !== null && (await accepted("The edit was not sent", actions.edit(shown, message, text)));
+    return shown !== null && (await accepted("The edit was not sent.", actions.edit(shown, message, text)));
   },
   suggest: (text) => composer.fill(text),
 });
@@ -139,7 +136,7 @@ async function send(text) {
     try {
       session = await actions.create(settings.pending);
     } catch (error) {
-      notices.problem("The chat was not created", /** @type {Error} */ (error));
+      notices.problem("The chat was not created.", /** @type {Error} */ (error));
       return null;
     }
     // From here on the text is the new chat's draft, should the sending fail.
@@ -191,48 +188,24 @@ byId("search").addEventListener("input", () => {
   searchTimer = setTimeout(() => void actions.list(byId("search").value.trim(), false), 150);
 });
 
-function openSidebar() {
-  document.body.classList.add("sidebar-open");
-  byId("scrim").hidden = false;
-  byId("close-sidebar").focus();
-}
-
-function closeSidebar() {
-  document.body.classList.remove("sidebar-open");
-  byId("scrim").hidden = true;
-}
-
-byId("open-sidebar").append(icon("menu"));
-byId("open-sidebar").addEventListener("click", openSidebar);
-byId("close-sidebar").append(icon("close"));
-byId("close-sidebar").addEventListener("click", () => {
-  closeSidebar();
-  byId("open-sidebar").focus();
+byId("search").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+  if (event.key !== "Escape" || byId("search").value === "") return;
+  event.preventDefault();
+  byId("search").value = "";
+  void actions.list("", false);
 });
-byId("scrim").addEventListener("click", closeSidebar);
+
+const drawer = new Drawer({ openButton: byId("open-sidebar"), closeButton: byId("close-sidebar"), scrim: byId("scrim"), main: byId("main") });
 byId("new-chat").append(icon("plus"), "New chat");
 byId("new-chat").addEventListener("click", () => {
   go(null);
   composer.text.focus();
 });
 
-const fileInput = h("input", { type: "file", accept: ".json,application/json", hidden: true, "aria-label": "File to import" });
-byId("import").append(icon("upload"));
-byId("import").setAttribute("aria-label", "Import chats");
-byId("import").title = "Import chats (an export of ChatServe, or ChatGPT's conversations.json)";
-byId("import").after(fileInput);
-byId("import").addEventListener("click", () => fileInput.click());
-fileInput.addEventListener("change", async () => {
-  const file = fileInput.files?.[0];
-  fileInput.value = "";
-  if (file === undefined) return;
-  try {
-    const imported = await importSessions(file, readToken());
-    announce(`Imported ${imported.length} chats`);
-    if (imported[0] !== undefined) go(imported[0]);
-  } catch (error) {
-    notices.problem("The import failed.", /** @type {Error} */ (error));
-  }
+installImporter(byId("import"), {
+  token: readToken,
+  imported: ([first]) => first !== undefined && go(first),
+  failed: (error) => notices.problem("The import failed.", error),
 });
 installTheme(byId("theme"));
 
@@ -250,6 +223,12 @@ function toggleSettings() {
   if (panel.hidden) settingsButton.focus();
   else panel.querySelector("textarea")?.focus();
 }
+
+byId("settings").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  event.preventDefault();
+  toggleSettings();
+});
 
 const settingsButton = iconButton("sliders", "Chat settings", toggleSettings, { "aria-expanded": "false", "aria-controls": "settings" });
 const treeButton = iconButton("tree", "All branches", () => {
@@ -323,16 +302,11 @@ addEventListener("hashchange", readAddress);
 installKeys({
   stop: stopAnswer,
   search: () => {
-    if (matchMedia("(max-width: 760px)").matches) openSidebar();
+    if (matchMedia("(max-width: 760px)").matches) drawer.open();
     byId("search").focus();
     byId("search").select();
   },
-  closeSidebar: () => {
-    if (!document.body.classList.contains("sidebar-open")) return false;
-    closeSidebar();
-    byId("open-sidebar").focus();
-    return true;
-  },
+  closeSidebar: () => drawer.dismiss(),
 });
 readAddress();
 draw();

@@ -2,8 +2,8 @@
 /**
  * A message's markdown on the page, drawn as it grows.
  *
- * Owns one element. Finished blocks are drawn once; only the open block is drawn again; code is appended to. One call
- * spends at most a few milliseconds and says whether it has more to do, so a long text is drawn over several frames.
+ * Owns one element. Finished blocks are drawn once; only the open block is drawn again; code is appended to. A call stops
+ * at its deadline and says whether it has more to do, so a long text, or many, are drawn over several frames.
  */
 
 import DOMPurify from "../../vendor/dompurify/purify.es.js";
@@ -12,7 +12,6 @@ import { BlockScanner } from "./blocks.js";
 import { CodeBlock } from "./code.js";
 import { blockToHtml } from "./html.js";
 
-const BUDGET_MS = 8;
 /** A block that took long to draw is drawn again less often: at most this share of the time goes into it. */
 const OPEN_BLOCK_SHARE = 0.2;
 
@@ -55,16 +54,16 @@ export class MarkdownView {
   /**
    * @param {string} text  all of it so far
    * @param {boolean} final
+   * @param {number} deadline  on the clock of `performance.now`
    * @returns {boolean} whether there is more to draw: call again in the next frame
    */
-  update(text, final) {
+  update(text, final, deadline) {
     if (text !== this._text || final !== this._final) {
       if (this._final || !text.startsWith(this._text)) this._reset();
       this._text = text;
       this._final = final;
       this._scanner.update(text, final);
     }
-    const deadline = performance.now() + BUDGET_MS;
     const { blocks } = this._scanner;
     while (this._drawn.length > blocks.length) this._drawn.pop()?.element.remove();
     for (let i = this._firstOpen; i < blocks.length; i += 1) {

@@ -15,6 +15,7 @@ import { MessageView } from "./message.js";
 /** @typedef {import("../reducer.js").Message} Message */
 
 const FIRST_SHOWN = 40;
+const BUDGET_MS = 10;
 
 const SUGGESTIONS = [
   "Explain how a B-tree splits a node",
@@ -83,15 +84,20 @@ export class ConversationView {
       view.element.remove();
       this._views.delete(id);
     }
-    let more = false;
     shown.forEach((message, position) => {
       const view = this._views.get(message.id) ?? new MessageView(message, this._handlers);
       this._views.set(message.id, view);
       if (this._list.children[position] !== view.element) this._list.insertBefore(view.element, this._list.children[position] ?? null);
+    });
+    let more = false;
+    const deadline = performance.now() + BUDGET_MS;
+    // The last message is what the reader looks at, so it is drawn first.
+    for (const message of shown.toReversed()) {
       const { siblings, index } = siblingsOf(session, message);
       const childless = childrenOf(session, message.id).length === 0;
-      more = view.update({ message, live: session.live.get(message.id) ?? null, siblings, index, childless }) || more;
-    });
+      const live = session.live.get(message.id) ?? null;
+      more = this._views.get(message.id)?.update({ message, live, siblings, index, childless }, deadline) || more;
+    }
     if (focused !== null && !this._root.contains(document.activeElement)) this._refocus(focused);
     return more;
   }
@@ -108,7 +114,7 @@ export class ConversationView {
   _refocus({ position, action }) {
     const element = this._list.children[Math.min(position, this._list.children.length - 1)];
     const button = /** @type {HTMLButtonElement | null | undefined} */ (element?.querySelector(`[data-action="${action}"]`));
-    const other = /** @type {HTMLButtonElement | null | undefined} */ (element?.querySelector(".branch-nav button:not(:disabled), .actions button"));
+    const other = /** @type {HTMLButtonElement | null | undefined} */ (element?.querySelector(".actions button:not(:disabled)"));
     if (button && !button.disabled && !button.hidden) button.focus({ preventScroll: true });
     else other?.focus({ preventScroll: true });
   }

@@ -95,18 +95,36 @@ export function iconButton(name, label, onclick, attributes = {}) {
 export function copyButton(label, text) {
   /** @type {any} */
   let timer = null;
-  const button = iconButton("copy", label, () => {
-    navigator.clipboard.writeText(text()).then(
-      () => {
-        button.replaceChildren(icon("check"));
-        announce("Copied");
-        clearTimeout(timer);
-        timer = setTimeout(() => button.replaceChildren(icon("copy")), 1500);
-      },
-      () => announce("Copying failed"),
-    );
+  const button = iconButton("copy", label, async () => {
+    const copied = await copy(text());
+    announce(copied ? "Copied" : "Copying failed");
+    button.replaceChildren(icon(copied ? "check" : "close"));
+    clearTimeout(timer);
+    timer = setTimeout(() => button.replaceChildren(icon("copy")), 1500);
   });
   return button;
+}
+
+/**
+ * @param {string} text
+ * @returns {Promise<boolean>}
+ */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // No clipboard on a page that came by plain HTTP: the old way still works there.
+    const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+    const field = h("textarea", { class: "visually-hidden", readonly: true });
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    const copied = document.execCommand("copy");
+    field.remove();
+    focused?.focus({ preventScroll: true });
+    return copied;
+  }
 }
 
 /**

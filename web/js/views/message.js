@@ -104,14 +104,15 @@ export class MessageView {
 
   /**
    * @param {Props} props
+   * @param {number} deadline
    * @returns {boolean} whether there is more to draw in the next frame
    */
-  update(props) {
+  update(props, deadline) {
     const before = this._props;
     this._props = props;
     const { message, live } = props;
     const generating = live !== null;
-    const more = this._markdown?.update(this._text(), !generating) ?? false;
+    const more = this._markdown?.update(this._text(), !generating, deadline) ?? false;
     if (this._markdown === null && before?.message.text !== message.text) this._body.textContent = message.text;
     if (before?.message === message && before.live?.phase === live?.phase && before.live?.position === live?.position
       && before.siblings === props.siblings && before.childless === props.childless) return more;

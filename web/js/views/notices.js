@@ -44,7 +44,7 @@ export class Notices {
       iconButton("close", "Dismiss", dismiss));
     this._root.append(notice);
     while (this._root.children.length > 3) this._root.firstElementChild?.remove();
-    announce(`${title}. ${detail}`);
+    announce(`${title} ${detail}`);
   }
 
   /** @param {string} [kind] */

@@ -1,0 +1,131 @@
+"""One Chromium and one server a module; a fresh browser context a test, which must end without a complaint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, BrowserContext, Page, async_playwright, expect
+
+from tests.server.harness import Server, running_server, tiny_model_dir
+from tests.web.answers import Answers
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+WATCH = """
+    window.complaints = [];
+    addEventListener('securitypolicyviolation', (e) => complaints.push(`${e.violatedDirective} ${e.blockedURI}`));
+    window.alert = () => complaints.push('alert');
+    window.longTasks = [];
+    new PerformanceObserver((list) => longTasks.push(...list.getEntries().map((e) => e.duration)))
+        .observe({ type: 'longtask', buffered: true });
+"""
+
+
+class Tab:
+    """A page, and the few things that every test does with one."""
+
+    def __init__(self, page: Page, server: Server) -> None:
+        self.page = page
+        self.server = server
+        self.problems: list[str] = []
+        page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
+        page.on("request", self._note_request)
+        page.on("console", self._note_console)
+
+    def _note_request(self, request: Any) -> None:
+        if not request.url.startswith((f"{self.server.url}/", f"blob:{self.server.url}/", "data:")):
+            self.problems.append(f"request: {request.url}")
+
+    def _note_console(self, message: Any) -> None:
+        if message.type == "error" and "WebSocket" not in message.text and "status of 4" not in message.text:
+            self.problems.append(f"console: {message.text}")
+
+    async def open(self, fragment: str = "#/") -> None:
+        await self.page.goto(f"{self.server.url}/{fragment}")
+        await expect(self.page.locator("#model")).not_to_be_empty()
+
+    async def send(self, text: str) -> None:
+        await self.page.fill("#composer-text", text)
+        await self.page.press("#composer-text", "Enter")
+
+    async def ask(self, text: str) -> None:
+        """Send and wait for the end of the answer."""
+        before = await self.page.locator(".message.assistant").count()
+        await self.send(text)
+        await expect(self.page.locator(".message.assistant")).to_have_count(before + 1)
+        await self.finished()
+
+    async def finished(self) -> None:
+        await expect(self.page.locator(".message.generating")).to_have_count(0)
+        await expect(self.page.locator(".message.assistant .receipt").last).to_be_visible()
+
+    async def act(self, role: str, action: str) -> None:
+        """Press a button of the last message of a role."""
+        message = self.page.locator(f".message.{role}").last
+        await message.hover()
+        await message.locator(f"[data-action={action}]").click()
+
+    async def texts(self) -> list[str]:
+        return [text.strip() for text in await self.page.locator(".bubble, .markdown").all_inner_texts()]
+
+    @property
+    def session(self) -> str:
+        return self.page.url.rsplit("/", 1)[1]
+
+    async def check(self) -> None:
+        assert await self.page.evaluate("complaints") == []
+        assert self.problems == []
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.fail("the browser tests need Chromium: install the package `chromium`")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        await browser.close()
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    return Answers(tiny_model_dir())
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def server(answers: Answers) -> AsyncIterator[Server]:
+    async with running_server(script=answers, num_blocks=2048, context_tokens=8192) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def context(browser: Browser) -> AsyncIterator[BrowserContext]:
+    context = await browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(15_000)
+    await context.add_init_script(WATCH)
+    yield context
+    await context.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tab(context: BrowserContext, server: Server, answers: Answers) -> AsyncIterator[Tab]:
+    answers.say(lambda question: f"You said: {question}")
+    tab = Tab(await context.new_page(), server)
+    await tab.open()
+    yield tab
+    server.engine.pace.release()
+    await tab.check()

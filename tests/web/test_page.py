@@ -1,0 +1,433 @@
+"""The page in Chromium against the real server: what a person sees, presses and loses nothing of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Browser, BrowserContext, expect
+
+from tests.server.harness import Server, running_server
+from tests.web.answers import Answers, in_pieces, make_pieces_dir
+from tests.web.conftest import WATCH, Tab
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+SOME_MARKDOWN = """Some *words* first.
+
+- one
+- two
+
+```python
+print("hi")  # a comment
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+"""
+PAYLOADS = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<svg onload=alert(1)>",
+    "[click](javascript:alert(1))",
+    '<a href="javascript:alert(1)">x</a>',
+    "![x](https://example.invalid/x.png)",
+    '<iframe srcdoc="<script>alert(1)</script>"></iframe>',
+    "<style>*{display:none}</style>",
+    '"><img src=x onerror=alert(1)>',
+    '```x"><img src=x onerror=alert(1)>\n<b>in code</b>\n```',
+    "<math><mtext></form><form><mglyph><style></math><img src onerror=alert(1)>",
+    "<b style=position:fixed>big</b>",
+]
+HARMFUL = """() => [
+    ...document.querySelectorAll('#conversation :is(script, img, iframe, svg:not(.icon), style, form, math)'),
+    ...document.querySelectorAll('#conversation :is([onerror], [onload], [onclick], [srcdoc], [style*=position])'),
+    ...[...document.querySelectorAll('#conversation a[href]')].filter((a) => !/^(https?|mailto):/.test(a.href)),
+].map((element) => element.outerHTML)"""
+
+
+async def test_sends_and_shows_the_answer_as_markdown_with_a_receipt(tab: Tab, answers: Answers) -> None:
+    answers.say(lambda _question: SOME_MARKDOWN)
+    await tab.ask("Hello there")
+    assert (await tab.texts())[0] == "Hello there"
+    answer = tab.page.locator(".message.assistant .markdown")
+    await expect(answer.locator("em")).to_have_text("words")
+    await expect(answer.locator("li")).to_have_text(["one", "two"])
+    await expect(answer.locator(".code-language")).to_have_text("python")
+    await expect(answer.locator("code .hljs-string")).to_have_text('"hi"')
+    await expect(answer.locator("td").last).to_have_attribute("align", "right")
+    receipt = tab.page.locator(".receipt")
+    for fact in ("cached", "swapped in", "computed", "out", "first token", "tokens/s"):
+        await expect(receipt).to_contain_text(fact)
+    await expect(tab.page.locator("#composer-text")).to_have_value("")
+    assert await tab.page.title() == "Hello there · ChatServe"
+
+
+async def test_a_second_question_is_answered_from_the_cache(tab: Tab) -> None:
+    await tab.ask("The first question of this chat")
+    await tab.ask("And the second one")
+    cached = await tab.page.locator(".message.assistant").last.locator(".fact.cached b").inner_text()
+    assert int(cached) > 50
+
+
+async def test_regenerating_gives_a_second_version_and_one_can_go_back(tab: Tab, answers: Answers) -> None:
+    await tab.ask("Once more")
+    answers.say(lambda _question: "Another answer")
+    await tab.act("assistant", "regenerate")
+    await expect(tab.page.locator(".branch-position:visible")).to_have_text("2/2")
+    await tab.finished()
+    assert await tab.texts() == ["Once more", "Another answer"]
+    await tab.act("assistant", "previous")
+    await expect(tab.page.locator(".branch-position:visible")).to_have_text("1/2")
+    assert await tab.texts() == ["Once more", "You said: Once more"]
+    await expect(tab.page.locator(".message.assistant [data-action=next]")).to_be_focused()
+    await tab.page.reload()
+    await expect(tab.page.locator(".branch-position:visible")).to_have_text("1/2")
+    assert await tab.texts() == ["Once more", "You said: Once more"]
+
+
+async def test_editing_a_question_makes_a_branch_and_keeps_the_old_one(tab: Tab) -> None:
+    await tab.ask("Old wording")
+    await tab.act("user", "edit")
+    await tab.page.fill(".edit-text", "New wording")
+    await tab.page.press(".edit-text", "Enter")
+    await expect(tab.page.locator(".message.user .branch-position:visible")).to_have_text("2/2")
+    await tab.finished()
+    assert await tab.texts() == ["New wording", "You said: New wording"]
+    await tab.act("user", "previous")
+    await expect(tab.page.locator(".bubble")).to_have_text("Old wording")
+    assert await tab.texts() == ["Old wording", "You said: Old wording"]
+
+
+async def test_a_fork_is_a_chat_of_its_own(tab: Tab) -> None:
+    await tab.ask("Before the fork")
+    original = tab.session
+    await tab.act("assistant", "fork")
+    await tab.page.wait_for_function("(old) => location.hash.length > 5 && !location.hash.endsWith(old)", arg=original)
+    await expect(tab.page.locator(".markdown")).to_have_text("You said: Before the fork")
+    await tab.ask("After the fork")
+    await tab.page.goto(f"{tab.server.url}/#/c/{original}")
+    await expect(tab.page.locator(".bubble")).to_have_count(1)
+    assert await tab.texts() == ["Before the fork", "You said: Before the fork"]
+
+
+async def test_escape_stops_the_answer_and_it_can_be_continued(tab: Tab, answers: Answers) -> None:
+    answers.say(lambda _question: "word " * 200)
+    tab.server.engine.pace.allow(40)
+    await tab.send("Write a lot")
+    await expect(tab.page.locator(".markdown")).to_contain_text("word word")
+    await tab.page.keyboard.press("Escape")
+    tab.server.engine.pace.release()
+    await expect(tab.page.locator(".message-state:visible")).to_have_text("Stopped.")
+    stopped = (await tab.texts())[1]
+    assert len(stopped) < 1000
+    await tab.act("assistant", "continue")
+    await tab.finished()
+    assert (await tab.texts())[1] == ("word " * 200).strip()
+
+
+async def test_a_message_and_what_is_below_it_go_only_after_a_question(tab: Tab) -> None:
+    await tab.ask("First")
+    await tab.ask("Second")
+    message = tab.page.locator(".message.assistant").first
+    await message.hover()
+    await message.locator("[data-action=delete]").click()
+    await expect(tab.page.locator("dialog")).to_contain_text("All 2 messages below it")
+    await tab.page.keyboard.press("Escape")
+    await expect(tab.page.locator(".message")).to_have_count(4)
+    await message.hover()
+    await message.locator("[data-action=delete]").click()
+    await tab.page.get_by_role("button", name="Delete 3 messages").click()
+    await expect(tab.page.locator(".message")).to_have_count(1)
+    await tab.page.get_by_role("button", name="Answer the last message").click()
+    await tab.finished()
+    assert await tab.texts() == ["First", "You said: First"]
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["sockets dropped", "server restarted"])
+async def test_a_lost_connection_in_mid_answer_changes_no_letter(tab: Tab, answers: Answers, restart: bool) -> None:
+    text = "".join(f"{number} bottles, " for number in range(60))
+    answers.say(lambda _question: text)
+    pace = tab.server.engine.pace
+    pace.allow(60)
+    await tab.send("Count")
+    for num_steps in (150, 150):
+        await expect(tab.page.locator(".markdown")).to_contain_text("bottles")
+        if restart:
+            await tab.server.stop()
+            await expect(tab.page.locator("#banner")).to_contain_text("Reconnecting")
+            await tab.server.start()
+            break
+        for socket in list(tab.server.context.hub.sockets()):
+            socket.outbox.end()
+        pace.allow(num_steps)
+    pace.release()
+    if restart:
+        await expect(tab.page.locator(".message.generating")).to_have_count(0, timeout=20_000)
+        shown = (await tab.texts())[1]
+        assert text.startswith(shown)
+        assert len(shown) > 5
+        await expect(tab.page.locator("#banner")).to_be_hidden()
+    else:
+        await tab.finished()
+        assert (await tab.texts())[1] == text.strip()
+
+
+async def test_two_tabs_stay_in_step(tab: Tab, context: BrowserContext) -> None:
+    await tab.ask("Shared")
+    other = Tab(await context.new_page(), tab.server)
+    await other.open(f"#/c/{tab.session}")
+    await expect(other.page.locator(".markdown")).to_have_text("You said: Shared")
+    await tab.ask("From the first tab")
+    await expect(other.page.locator(".bubble").last).to_have_text("From the first tab")
+    await other.finished()
+    assert await other.texts() == await tab.texts()
+    await other.act("assistant", "regenerate")
+    await expect(tab.page.locator(".branch-position:visible")).to_have_text("2/2")
+    current = other.page.locator(".session.current")
+    await current.hover()
+    await current.get_by_role("button", name="Rename").click()
+    await other.page.keyboard.type("A better name")
+    await other.page.keyboard.press("Enter")
+    await expect(tab.page.locator("#title")).to_have_text("A better name")
+    await expect(tab.page.locator(".session.current .session-link")).to_have_text("A better name")
+    await current.hover()
+    await current.get_by_role("button", name="Delete").click()
+    await other.page.locator("dialog").get_by_role("button", name="Delete").click()
+    await expect(tab.page.locator("#conversation")).to_contain_text("This chat is not here")
+    await other.check()
+
+
+async def test_search_finds_titles_and_texts(tab: Tab) -> None:
+    await tab.ask("A question about zebras")
+    await tab.page.locator("#new-chat").click()
+    await expect(tab.page.locator("#title")).to_have_text("New chat")
+    await tab.ask("Something else entirely")
+    await tab.page.keyboard.press("Control+k")
+    await expect(tab.page.locator("#search")).to_be_focused()
+    await tab.page.keyboard.type("ZEBRA")
+    await expect(tab.page.locator(".session-link")).to_have_text(["A question about zebras"])
+    await tab.page.fill("#search", "no such thing anywhere")
+    await expect(tab.page.locator(".sessions-note")).to_contain_text("Nothing found")
+
+
+@pytest.mark.parametrize("place", ["message", "title", "system", "import"])
+async def test_no_script_runs_wherever_it_is_put(tab: Tab, answers: Answers, tmp_path: Path, place: str) -> None:
+    if place in {"message", "title"}:
+        await tab.ask("Quote this: " + "\n\n".join(PAYLOADS))
+    if place == "title":
+        current = tab.page.locator(".session.current")
+        for payload in (PAYLOADS[0], PAYLOADS[8]):
+            await current.hover()
+            await current.get_by_role("button", name="Rename").click()
+            await tab.page.locator(".rename").fill(payload)
+            await tab.page.keyboard.press("Enter")
+            await expect(tab.page.locator("#title")).to_have_text(payload)
+    if place == "system":
+        await tab.page.get_by_role("button", name="Chat settings").click()
+        await tab.page.fill("#system", "\n".join(PAYLOADS))
+        await tab.page.press("#system", "Tab")
+        await tab.ask("Hello")
+        await expect(tab.page.locator("#system")).to_have_value("\n".join(PAYLOADS))
+    if place == "import":
+        message = {"status": "done", "created_at": 0}
+        messages = [
+            {"message": "u", "parent": None, "role": "user", "text": "\n\n".join(PAYLOADS), **message},
+            {"message": "a", "parent": "u", "role": "assistant", "text": "\n\n".join(PAYLOADS), **message},
+        ]
+        file = tmp_path / "<img src=x onerror=alert(1)>.json"
+        file.write_text(json.dumps({"title": PAYLOADS[1], "messages": messages, "leaf": "a"}))
+        await tab.page.set_input_files("input[type=file]", file)
+        await expect(tab.page.locator("#title")).to_have_text(PAYLOADS[1])
+    await expect(tab.page.locator(".markdown")).to_be_visible()
+    if place != "system":
+        await expect(tab.page.locator(".markdown .code-part, .markdown pre code").last).to_contain_text(
+            "<b>in code</b>"
+        )
+        await expect(tab.page.locator(".bubble")).to_contain_text(PAYLOADS[0])
+    await tab.page.get_by_role("button", name="All branches").click()
+    await expect(tab.page.locator("dialog.tree")).to_be_visible()
+    assert await tab.page.evaluate(HARMFUL) == []
+
+
+PRESS_ENTER = """([composing, keyCode]) => document.getElementById('composer-text').dispatchEvent(new KeyboardEvent(
+    'keydown', { key: 'Enter', code: 'Enter', bubbles: true, cancelable: true, isComposing: composing, keyCode }))"""
+
+
+async def test_enter_that_ends_a_composition_does_not_send(tab: Tab) -> None:
+    await tab.page.fill("#composer-text", "にほん")
+    for composing, key_code in ((True, 13), (True, 229), (False, 229)):
+        assert await tab.page.evaluate(PRESS_ENTER, [composing, key_code])
+    await tab.page.press("#composer-text", "Shift+Enter")
+    await expect(tab.page.locator("#composer-text")).to_have_value("にほん\n")
+    await expect(tab.page.locator(".message")).to_have_count(0)
+    await tab.page.press("#composer-text", "Enter")
+    await expect(tab.page.locator(".bubble")).to_have_count(1)
+
+
+async def test_the_view_stays_where_the_reader_scrolled_to(tab: Tab, answers: Answers) -> None:
+    answers.say(lambda _question: "".join(f"Paragraph {number}.\n\n- item\n\n" for number in range(70)))
+    pace = tab.server.engine.pace
+    pace.allow(700)
+    await tab.send("Write a long text")
+    await expect(tab.page.locator(".markdown")).to_contain_text("Paragraph 20.")
+    top = "document.getElementById('scroller').scrollTop"
+    bottom = "(() => { const s = document.getElementById('scroller'); return s.scrollHeight - s.clientHeight; })()"
+    assert abs(await tab.page.evaluate(top) - await tab.page.evaluate(bottom)) <= 1, "it follows while at the bottom"
+    await tab.page.mouse.move(700, 300)
+    await tab.page.mouse.wheel(0, -400)
+    await expect(tab.page.locator("#jump")).to_be_visible()
+    await tab.page.wait_for_function(
+        f"(() => {{ const a = {top}; return new Promise((r) => setTimeout(() => r(a === {top}), 150)); }})()"
+    )
+    before, height = await tab.page.evaluate(top), await tab.page.evaluate(bottom)
+    pace.release()
+    await tab.finished()
+    assert await tab.page.evaluate(bottom) > height + 1000
+    assert await tab.page.evaluate(top) == before
+    await tab.page.click("#jump")
+    await expect(tab.page.locator("#jump")).to_be_hidden()
+    assert abs(await tab.page.evaluate(top) - await tab.page.evaluate(bottom)) <= 1
+
+
+async def test_an_oversize_text_stays_in_the_box_and_the_socket_goes_on(tab: Tab) -> None:
+    await tab.ask("Before")
+    large = "0123456789abcdef" * (300 * 64)
+    await tab.page.fill("#composer-text", large)
+    await tab.page.press("#composer-text", "Enter")
+    await expect(tab.page.locator(".notice")).to_contain_text("262144")
+    assert await tab.page.input_value("#composer-text") == large
+    await expect(tab.page.locator("#banner")).to_be_hidden()
+    await tab.page.get_by_role("button", name="Dismiss").click()
+    await expect(tab.page.locator(".notice")).to_have_count(0)
+    await tab.ask("After")
+    assert (await tab.texts())[-1] == "You said: After"
+
+
+async def test_drafts_are_kept_for_each_chat(tab: Tab) -> None:
+    await tab.ask("One")
+    first = tab.session
+    await tab.page.fill("#composer-text", "not sent yet")
+    await tab.page.locator("#new-chat").click()
+    await expect(tab.page.locator("#composer-text")).to_have_value("")
+    await tab.page.fill("#composer-text", "a new idea")
+    await tab.page.goto(f"{tab.server.url}/#/c/{first}")
+    await expect(tab.page.locator("#composer-text")).to_have_value("not sent yet")
+    await tab.page.reload()
+    await expect(tab.page.locator("#composer-text")).to_have_value("not sent yet")
+
+
+async def test_settings_are_checked_here_and_kept_there(tab: Tab) -> None:
+    await tab.ask("Hello")
+    await tab.page.get_by_role("button", name="Chat settings").click()
+    await tab.page.fill("#param-temperature", "7")
+    await tab.page.press("#param-temperature", "Tab")
+    await expect(tab.page.locator("#problem-temperature")).to_have_text("Temperature must be a number from 0 to 2")
+    await tab.page.fill("#param-temperature", "0")
+    await tab.page.press("#param-temperature", "Tab")
+    await expect(tab.page.locator(".settings-status")).to_have_text("Saved")
+    await tab.page.fill("#system", "Be brief.")
+    await tab.page.press("#system", "Tab")
+    await expect(tab.page.locator(".settings-status")).to_have_text("Saved")
+    await tab.page.reload()
+    await tab.page.get_by_role("button", name="Chat settings").click()
+    await expect(tab.page.locator("#param-temperature")).to_have_value("0")
+    await expect(tab.page.locator("#system")).to_have_value("Be brief.")
+    await tab.page.fill("#param-temperature", "")
+    await tab.page.press("#param-temperature", "Tab")
+    await expect(tab.page.locator(".settings-status")).to_have_text("Saved")
+    state = await tab.server.context.service.export("local", tab.session)  # type: ignore[arg-type]
+    assert state["params"] == {}
+    assert state["system"] == "Be brief."
+
+
+async def test_a_phone_needs_no_sideways_scrolling(browser: Browser, server: Server, answers: Answers) -> None:
+    table = "| " + " | ".join("z" * 12) + " |\n|" + "---|" * 12
+    answers.say(lambda _question: f"{'x' * 300}\n\n```\n{'y' * 300}\n```\n\n{table}\n")
+    context = await browser.new_context(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    await context.add_init_script(WATCH)
+    tab = Tab(await context.new_page(), server)
+    await tab.open()
+    await tab.ask("w" * 200)
+    wide = "[document.documentElement, document.getElementById('scroller')].some((e) => e.scrollWidth > innerWidth)"
+    assert not await tab.page.evaluate(wide)
+    await tab.page.get_by_role("button", name="Show the list of chats").click()
+    await expect(tab.page.locator(".session.current .session-link")).to_be_in_viewport()
+    assert not await tab.page.evaluate(wide)
+    await tab.page.keyboard.press("Escape")
+    await expect(tab.page.get_by_role("button", name="Show the list of chats")).to_be_focused()
+    await tab.page.get_by_role("button", name="Chat settings").click()
+    assert not await tab.page.evaluate(wide)
+    await tab.check()
+    await context.close()
+
+
+async def test_100_kb_of_code_never_holds_the_page_up(browser: Browser, tmp_path: Path) -> None:
+    lines = [f"    value_{number} = compute(value_{number}, {number})  # step {number}\n" for number in range(12)]
+    pieces = [
+        "```python\n",
+        "".join(lines[:3]),
+        "".join(lines[3:6]),
+        "".join(lines[6:9]),
+        lines[9],
+        lines[10][:17],
+        lines[10][17:],
+        "```\n",
+    ]
+    order = [0, *([1, 2, 3, 4, 5, 6] * 210), 7]
+    code = "".join(pieces[number] for number in order[1:-1])
+    assert len(code) > 100_000
+    model_dir = make_pieces_dir(tmp_path / "pieces", pieces)
+    async with running_server(script=in_pieces(order), model_dir=model_dir, token_delay_s=0.002) as server:
+        context = await browser.new_context(viewport={"width": 1280, "height": 800})
+        await context.add_init_script(WATCH)
+        tab = Tab(await context.new_page(), server)
+        await tab.open()
+        await tab.page.evaluate("""() => {
+            window.kinds = new Set();
+            window.elements = new Set();
+            new MutationObserver(() => {
+                for (const block of document.querySelectorAll('.markdown > *')) {
+                    kinds.add(block.className);
+                    elements.add(block);
+                }
+            }).observe(document.getElementById('conversation'), { childList: true, subtree: true });
+            longTasks.length = 0;
+        }""")
+        await tab.send("Write a long program")
+        await expect(tab.page.locator(".receipt")).to_be_visible(timeout=60_000)
+        assert await tab.page.evaluate("document.querySelector('.markdown code').textContent") == code
+        assert await tab.page.evaluate("[...kinds]") == ["code"], "the block was code from its first appearance on"
+        assert await tab.page.evaluate("elements.size") == 1, "and was never drawn anew"
+        longest = await tab.page.evaluate("Math.max(0, ...longTasks)")
+        assert longest <= 200, f"{longest} ms while it was written"
+        await tab.page.reload()
+        await tab.page.wait_for_function(
+            f"document.querySelector('.markdown code')?.textContent.length === {len(code)}"
+        )
+        longest = await tab.page.evaluate("Math.max(0, ...longTasks)")
+        assert longest <= 200, f"{longest} ms when it was opened again"
+        await tab.check()
+        await context.close()
+
+
+async def test_a_token_is_asked_for_kept_and_sent(browser: Browser) -> None:
+    async with running_server(tokens={"correct-horse": "ann"}) as server:
+        context = await browser.new_context()
+        await context.add_init_script(WATCH)
+        tab = Tab(await context.new_page(), server)
+        await tab.page.goto(server.url)
+        for token in ("wrong", "correct-horse"):
+            await expect(tab.page.locator("dialog")).to_be_visible()
+            await tab.page.fill("#token", token)
+            await tab.page.keyboard.press("Enter")
+            if token == "wrong":
+                await expect(tab.page.locator("dialog")).to_contain_text("did not accept")
+        await expect(tab.page.locator("#model")).not_to_be_empty()
+        await tab.page.reload()
+        await expect(tab.page.locator("#model")).not_to_be_empty()
+        assert "correct-horse" not in tab.page.url
+        await tab.check()
+        await context.close()
