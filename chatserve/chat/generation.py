@@ -134,8 +134,9 @@ class Generation:
 
     @property
     def is_ready_to_finish(self) -> bool:
-        """It has ended, and all its text is stored."""
-        return self.end is not None and not self.is_finishing and not any(piece.text for piece in self._unsent)
+        """It has ended, and all that comes before its end is stored."""
+        is_written = not self.notices and not any(piece.text for piece in self._unsent)
+        return self.end is not None and not self.is_finishing and is_written
 
     @property
     def num_unsent(self) -> int:

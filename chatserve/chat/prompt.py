@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from chatserve.chat.template import FALLBACK_TEMPLATE, ChatTemplate
-from chatserve.chat.tokenizer import Part, TextTokenizer
+from chatserve.chat.tokenizer import After, Part, TextTokenizer
 from chatserve.errors import StartupError
 
 if TYPE_CHECKING:
@@ -78,21 +78,17 @@ class PromptEncoder:
 
     def encode_root(self, system: str | None, text: str) -> tuple[int, ...]:
         """Ids of a first user message: the whole prompt up to the opening of the answer."""
-        return self.tokenizer.encode(self._skeleton.root_parts(system, text), at_start=True)
+        return self.tokenizer.encode(self._skeleton.root_parts(system, text), after=After.NOTHING)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
         """Ids of a later user message: from the end of the answer before it to the opening of the next."""
-        return self.tokenizer.encode(self._skeleton.turn_parts(text), at_start=False)
+        return self.tokenizer.encode(self._skeleton.turn_parts(text), after=After.TEXT)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Ids of an answer that this model did not generate, as after its opening."""
         prefix = self._skeleton.answer_prefix
-        if prefix.isspace():
-            # A piece of its own would double the space that SentencePiece puts before a word anyway.
-            spaced = self.tokenizer.encode([Part(prefix + text, False)], at_start=False)
-            plain = self.tokenizer.encode([Part(text, False)], at_start=False)
-            return plain if self.tokenizer.decode(plain) == prefix + text else spaced
-        return self.tokenizer.encode([Part(prefix, True), Part(text, False)], at_start=False)
+        after = After.CONTROL if not prefix and self.tokenizer.ends_in_control(self._skeleton.root[1]) else After.TEXT
+        return self.tokenizer.encode([Part(prefix, True), Part(text, False)], after=after)
 
     def encode_continuation(self, text: str) -> tuple[int, ...]:
         """Ids of text that goes on in mid-word."""

@@ -80,6 +80,18 @@ class RedisLink:
         """Send one command; `what` completes the sentence "could not …"."""
         return await self._call(what, lambda: self._execute(*args))
 
+    async def commands(self, what: str, commands: Sequence[tuple[bytes | str | int, ...]]) -> list[Any]:
+        """Send all commands in one write and read all replies, any of which may be a `ResponseError`."""
+
+        async def run() -> list[Any]:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            return replies
+
+        return await self._call(what, run)
+
     async def script(self, what: str, script: Script, call: Call) -> Any:
         async def run() -> Any:
             arguments = (len(call.keys), *call.keys, *call.args)

@@ -321,13 +321,16 @@ class RedisStore:
         found: list[tuple[UserId, SessionId]] = []
         cursor = 0
         while True:
-            next_cursor, users = await self._link.command(
+            next_cursor, names = await self._link.command(
                 "list users", "SSCAN", "chatserve:users", cursor, "COUNT", 500
             )
-            for user in map(UserId, map(bytes.decode, users)):
-                key = _Keys(user).of("unfinished")
-                sessions = await self._link.command("list unfinished sessions", "SMEMBERS", key)
-                found += [(user, SessionId(session.decode())) for session in sessions]
+            users = [UserId(name.decode()) for name in names]
+            replies = await self._link.commands(
+                "list unfinished sessions", [("SMEMBERS", _Keys(user).of("unfinished")) for user in users]
+            )
+            for user, reply in zip(users, replies, strict=True):
+                _raise_error(reply)
+                found += [(user, SessionId(session.decode())) for session in reply]
             cursor = int(next_cursor)
             if cursor == 0:
                 return sorted(set(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -107,7 +108,8 @@ class Requests:
 
 
 def _digest(body: tuple[Any, ...]) -> str:
-    return hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()[:32]
+    # Escaped: it is checked only later whether a text is one that UTF-8 can hold.
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _used_before(request_id: str) -> ConflictError:

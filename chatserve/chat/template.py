@@ -150,11 +150,12 @@ class ChatTemplate:
             for head in ([], [("system", _SYSTEM)]):
                 shorter = [*head, ("user", _USER), ("assistant", answer)]
                 try:
+                    asked = self._render(shorter[:-1], add_generation_prompt=True)
                     before = self._render(shorter, add_generation_prompt=False)
                     after = self._render([*shorter, ("user", _USER2)], add_generation_prompt=False)
                 except jinja2.TemplateError:
                     continue
-                if not after.startswith(before) or answer not in after:
+                if not (after.startswith(before) and after.startswith(asked) and answer in after):
                     return True
         return False
 

@@ -11,10 +11,11 @@ merges across the seam of template and content come out as in training.
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import secrets
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, assert_never
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -34,6 +35,14 @@ class Part(NamedTuple):
 
     text: str
     is_template: bool
+
+
+class After(enum.Enum):
+    """What stands before a stretch of prompt: SentencePiece models put a space before some beginnings."""
+
+    NOTHING = enum.auto()
+    CONTROL = enum.auto()
+    TEXT = enum.auto()
 
 
 class TextTokenizer:
@@ -81,34 +90,30 @@ class TextTokenizer:
         match = self._control_pattern.match(text.lstrip())
         return None if match is None else self._control[match[0]].id
 
-    def encode(self, parts: Iterable[Part], *, at_start: bool) -> tuple[int, ...]:
-        """Token ids of a stretch of prompt; `at_start`: nothing stands before it in the prompt.
+    def encode(self, parts: Iterable[Part], *, after: After) -> tuple[int, ...]:
+        """Token ids of a stretch of prompt, given what stands before it.
 
         May take long for long texts and lets go of the interpreter lock: call it in a thread.
         """
         ids: list[int] = []
         run = ""
-        strip_left = False
-        first = at_start
+        strips_after = False
         for text, control in self._split(parts):
+            run += text
             if control is None:
-                run += text
                 continue
-            if strip_left:
+            if strips_after:
                 run = run.lstrip()
-            if control.lstrip:
-                run = run.rstrip()
-            if run:
-                ids += self._encode_run(run, first)
-                first = False
+            ids += self._encode_run(run.rstrip() if control.lstrip else run, after)
             ids.append(control.id)
-            first = False
-            strip_left, run = control.rstrip, ""
-        if strip_left:
-            run = run.lstrip()
-        if run:
-            ids += self._encode_run(run, first)
+            run, after, strips_after = "", After.CONTROL, control.rstrip
+        ids += self._encode_run(run.lstrip() if strips_after else run, after)
         return tuple(ids)
+
+    def ends_in_control(self, text: str) -> bool:
+        """Whether a stretch of the template's text ends in a control token."""
+        *_, (rest, _) = self._split([Part(text, True)])
+        return not rest and bool(text)
 
     def encode_continuation(self, text: str) -> tuple[int, ...]:
         """Token ids of text that goes on in the middle of a word or line: exactly its bytes, no space before it."""
@@ -132,13 +137,17 @@ class TextTokenizer:
                 at = match.end()
             yield part.text[at:], None
 
-    def _encode_run(self, run: str, at_start: bool) -> list[int]:  # noqa: FBT001 - private
-        if at_start:
-            ids = _ids(self._plain, run)
-            if not self.control_ids.isdisjoint(ids):
+    def _encode_run(self, run: str, after: After) -> list[int]:
+        match after:
+            case After.NOTHING:
+                ids = _ids(self._plain, run)
+                return ids if self.control_ids.isdisjoint(ids) else self._encode_literally(self._mid_text, run)
+            case After.CONTROL:
                 return self._encode_literally(self._mid_text, run)
-            return ids
-        return self._encode_literally(self._mid_text, run)
+            case After.TEXT:
+                return self._encode_literally(self._glued, run)
+            case _:
+                assert_never(after)
 
     def _encode_literally(self, tokenizer: Tokenizer, run: str) -> list[int]:
         """Encode text after an anchor that is no text, and drop the anchor.

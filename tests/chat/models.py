@@ -156,8 +156,11 @@ def _sentencepiece(special: list[str], vocab_size: int, *, legacy: bool) -> Toke
             *(f"<0x{byte:02X}>" for byte in range(256)),
         ],
     )
+    # No piece of theirs reaches over a word's end.
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.train_from_iterator([line.replace("日本語 한국어", "") for line in CORPUS], trainer)
     # Byte pieces are part of the vocabulary, not tokens that are looked for in a text.
     spec = json.loads(tokenizer.to_str())
+    spec["pre_tokenizer"] = None
     spec["added_tokens"] = [t for t in spec["added_tokens"] if not t["content"].startswith("<0x")]
     return Tokenizer.from_str(json.dumps(spec))

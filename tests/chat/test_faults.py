@@ -1,0 +1,274 @@
+"""The engine dies, the store goes away, the process is killed: no text is lost, doubled or left spinning."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.store import Committed, Delta, Transaction
+from chatserve.engine.paths import PathTable
+from chatserve.errors import EngineUnavailableError, StoreUnavailableError
+from tests.chat.harness import ANN, Harness, refused, view_of
+from tests.fakes.fake_runner import FakeRunner
+from tests.fakes.memory_store import MemoryStore
+
+Encoders = dict[str, PromptEncoder]
+
+
+def runner_like(encoder: PromptEncoder, num_blocks: int = 256) -> FakeRunner:
+    return FakeRunner(vocab_size=encoder.vocab_size, num_blocks=num_blocks)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_engines_answers_go_on_as_if_it_had_lived(encoders: Encoders) -> None:
+    encoder = encoders["chatml"]
+    async with Harness(encoder) as harness:
+        session = await harness.create(params={"temperature": 1.0, "seed": 5, "max_tokens": 200})
+        message, reply = await harness.say(session, "a long answer please", stop=["never said"])
+        await harness.writing(session, reply, 20)
+        harness.client.kill()
+        await harness.until(lambda: ("engine", False) in harness.health)
+        assert isinstance(await refused(harness.say(session, "meanwhile")), EngineUnavailableError)
+        harness.client.revive(harness.make_engine(runner_like(encoder)))
+        end = await harness.ended(session, reply)
+        assert ("engine", True) in harness.health
+        assert len(harness.mirrors[session].starts[reply]) == 1
+        again = await harness.regenerate(session, message, stop=["never said"])
+        other = await harness.ended(session, again)
+        assert harness.text(session, again) == harness.text(session, reply)
+        assert (end.reason, end.usage.completion_tokens) == (other.reason, other.usage.completion_tokens)
+        assert end.usage.prompt_tokens == other.usage.prompt_tokens
+        await harness.idle()
+        await harness.check()
+
+
+async def test_what_ran_at_two_deaths_is_not_tried_again_but_what_waited_is(encoders: Encoders) -> None:
+    encoder = encoders["chatml"]
+    async with Harness(encoder, max_running=1) as harness:
+        session = await harness.create(params={"max_tokens": 3000})
+        _, killer = await harness.say(session, "kills the engine")
+        _, waits = await harness.say(session, "waits", max_tokens=3)
+        for _ in range(2):
+            length = len(harness.text(session, killer))
+            await harness.writing(session, killer, length + 5)
+            harness.client.kill()
+            await harness.until(lambda: harness.client.info is None)
+            harness.client.revive(harness.make_engine(runner_like(encoder)))
+        end = await harness.ended(session, killer)
+        assert (end.reason, end.status, end.code) == ("error", "failed", "engine_unavailable")
+        assert "2 times" in end.detail
+        assert harness.text(session, killer)
+        assert (await harness.ended(session, waits)).status == "done"
+        await harness.idle()
+        await harness.check()
+
+
+async def test_stop_works_while_the_engine_is_away(encoders: Encoders) -> None:
+    async with Harness(encoders["chatml"]) as harness:
+        session = await harness.create()
+        _, reply = await harness.say(session, "on", max_tokens=3000)
+        await harness.writing(session, reply, 5)
+        harness.client.kill()
+        await harness.until(lambda: ("engine", False) in harness.health)
+        await harness.call("stop_generation", session=session, message=reply)
+        assert harness.mirrors[session].ends[reply][0].reason == "cancelled"
+        harness.client.revive(harness.make_engine(runner_like(encoders["chatml"])))
+        await harness.turn(session, "goes on", reply, max_tokens=2)
+        await harness.idle()
+
+
+async def test_an_engine_that_dies_while_it_is_told_to_stop_ends_it_too(encoders: Encoders) -> None:
+    async with Harness(encoders["chatml"]) as harness:
+        session = await harness.create()
+        _, reply = await harness.say(session, "on", max_tokens=3000)
+        await harness.writing(session, reply, 5)
+        harness.client.pause()
+        stopping = asyncio.ensure_future(harness.call("stop_generation", session=session, message=reply))
+        await asyncio.sleep(0)
+        harness.client.kill()
+        await stopping
+        assert harness.mirrors[session].ends[reply][0].reason == "cancelled"
+
+
+async def test_a_turn_that_a_new_engine_knows_nothing_of_sends_all_ids(encoders: Encoders) -> None:
+    encoder = encoders["chatml"]
+    async with Harness(encoder) as harness:
+        session = await harness.create(params={"max_tokens": 5})
+        _, one = await harness.turn(session, "first")
+        harness.client.kill()
+        harness.client.revive(harness.make_engine(runner_like(encoder)))
+        await harness.until(lambda: harness.client.info is not None)
+        _, two = await harness.turn(session, "second", one)
+        assert harness.started(session, two).cached_tokens == 0
+
+
+async def test_a_path_that_the_engine_forgot_is_sent_again(encoders: Encoders) -> None:
+    """`need_tokens` is between us and the engine: nobody hears of it."""
+    async with Harness(encoders["chatml"], paths=PathTable(max_tokens=40)) as harness:
+        session = await harness.create(params={"max_tokens": 5, "temperature": 0})
+        _, one = await harness.turn(session, "first")
+        other = await harness.create(params={"max_tokens": 5})
+        await harness.turn(other, "pushes the first out of the table")
+        _, two = await harness.turn(session, "second", one)
+        started = harness.started(session, two)
+        assert started.cached_tokens > 0, "it is matched by tokens"
+        assert harness.mirrors[session].ends[two][0].status == "done"
+        await harness.idle()
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+async def test_while_the_store_is_away_generation_goes_on_and_is_shown_afterwards(encoders: Encoders) -> None:
+    store = MemoryStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create(params={"temperature": 1.0, "seed": 3, "max_tokens": 150})
+        message, reply = await harness.say(session, "on")
+        await harness.writing(session, reply, 10)
+        store.fail()
+        await harness.until(lambda: ("store", False) in harness.health)
+        shown = harness.text(session, reply)
+        for name, fields in (
+            ("send_message", {"session": session, "parent": None, "text": "x"}),
+            ("create_session", {}),
+            ("delete_session", {"session": session}),
+        ):
+            error = await refused(harness.call(name, **fields))
+            assert isinstance(error, StoreUnavailableError)
+            assert error.retryable
+        engine = harness.client.engine
+        await harness.until(lambda: not engine.has_work)
+        assert harness.text(session, reply) == shown
+        assert reply not in harness.mirrors[session].ends
+        store.heal()
+        end = await harness.ended(session, reply)
+        assert harness.health[-1] == ("store", True)
+        assert end.status == "done"
+        again = await harness.regenerate(session, message)
+        await harness.ended(session, again)
+        assert harness.text(session, again) == harness.text(session, reply)
+        await harness.check()
+
+
+class FlakyStore(MemoryStore):
+    """Fails some calls, before or after it has done them: a caller cannot know which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: list[str] = []
+
+    async def _flaky(self, work: object) -> object:
+        fate = self.plan.pop(0) if self.plan else "ok"
+        if fate == "lost":
+            work.close()
+            raise StoreUnavailableError("no answer")
+        result = await work
+        if fate == "done":
+            raise StoreUnavailableError("no answer")
+        return result
+
+    async def commit(self, change: Transaction) -> Committed:
+        return await self._flaky(super().commit(change))
+
+    async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
+        return await self._flaky(super().append(deltas))
+
+
+@pytest.mark.parametrize("fate", ["lost", "done"])
+async def test_a_turn_whose_write_was_not_answered_may_be_sent_again_and_happens_once(
+    encoders: Encoders, fate: str
+) -> None:
+    store = FlakyStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        fields = {"session": session, "parent": None, "text": "once", "params": {"max_tokens": 4}}
+        store.plan = [fate]
+        assert isinstance(await refused(harness.call("send_message", id_="same", **fields)), StoreUnavailableError)
+        await harness.until(lambda: harness.health and harness.health[-1] == ("store", True))
+        ack = await harness.call("send_message", id_="same", **fields)
+        await harness.ended(session, ack["reply"])
+        assert len(harness.mirrors[session].messages) == 2
+        _, two = await harness.turn(session, "more", ack["reply"], max_tokens=2)
+        assert harness.mirrors[session].messages[two]["status"] == "done"
+        await harness.idle()
+        await harness.check()
+
+
+@pytest.mark.parametrize("fate", ["lost", "done"])
+@pytest.mark.parametrize("at", range(0, 14, 2))
+async def test_text_is_neither_lost_nor_doubled_whichever_write_is_not_answered(
+    encoders: Encoders, fate: str, at: int
+) -> None:
+    store = FlakyStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create(params={"temperature": 1.0, "seed": 9, "max_tokens": 12})
+        message, reply = await harness.say(session, "go")
+        store.plan = [*["ok"] * at, fate, fate, "ok", fate]
+        await harness.ended(session, reply)
+        store.plan = []
+        await harness.until(lambda: not harness.health or harness.health[-1] == ("store", True))
+        again = await harness.regenerate(session, message)
+        await harness.ended(session, again)
+        assert harness.text(session, again) == harness.text(session, reply)
+        await harness.idle()
+        await harness.check()
+        stored = await store.load(ANN, session)
+        assert view_of(stored) == harness.mirrors[session].view()
+
+
+async def test_stop_is_refused_as_retryable_when_its_end_cannot_be_stored(encoders: Encoders) -> None:
+    store = MemoryStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        _, reply = await harness.say(session, "on", max_tokens=3000)
+        await harness.writing(session, reply)
+        stopping = asyncio.ensure_future(harness.call("stop_generation", session=session, message=reply))
+        await asyncio.sleep(0)
+        store.fail()
+        assert isinstance(await refused(stopping), StoreUnavailableError)
+        store.heal()
+        assert (await harness.ended(session, reply)).reason in {"cancelled", "stop"}
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+async def test_after_a_crash_unfinished_answers_are_interrupted_and_sending_works(encoders: Encoders) -> None:
+    store = MemoryStore()
+    before = Harness(encoders["chatml"], store=store)
+    await before.__aenter__()
+    session = await before.create()
+    _, kept = await before.turn(session, "kept", max_tokens=5)
+    _, reply = await before.say(session, "cut short", kept, max_tokens=3000)
+    await before.writing(session, reply, 20)
+    await before.crash()
+    shown = before.text(session, reply)
+    async with Harness(encoders["chatml"], store=store) as after:
+        replayed = await after.service.replay(ANN, session, before.mirrors[session].seq)
+        mirror = after.mirrors[session] = before.mirrors[session]
+        for event in replayed:
+            mirror.take(event)
+        after.service.set_subscribers(session, 1)
+        assert [end.reason for end in mirror.ends[reply]] == ["interrupted"]
+        assert mirror.messages[reply]["text"].startswith(shown)
+        assert mirror.messages[reply]["status"] == "interrupted"
+        await after.check()
+        await after.call("continue_message", session=session, message=reply, params={"max_tokens": 3})
+        await after.ended(session, reply, times=2)
+        await after.turn(session, "sending works", reply, max_tokens=2)
+        await after.idle()
+        await after.check()
+
+
+async def test_start_says_that_the_store_is_away(encoders: Encoders) -> None:
+    store = MemoryStore()
+    store.fail()
+    harness = Harness(encoders["chatml"], store=store)
+    with pytest.raises(StoreUnavailableError):
+        await harness.service.start()
+    await harness.service.close()
