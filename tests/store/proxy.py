@@ -28,6 +28,8 @@ class Proxy:
         self.lose_replies = 0
         self.say_instead: list[bytes] = []
         self.num_connections = 0
+        self.num_ignored = 0
+        self._era = 0
 
     @property
     def url(self) -> str:
@@ -52,15 +54,23 @@ class Proxy:
         for task in self._pairs:
             task.cancel()
 
+    def stall(self) -> None:
+        """Let the connections that there are now fall silent, without an end."""
+        self._era += 1
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         handler = asyncio.current_task()
         assert handler is not None
         self._handlers.add(handler)
         handler.add_done_callback(self._handlers.discard)
         self.num_connections += 1
+        era = self._era
         up_reader, up_writer = await asyncio.open_unix_connection(self._upstream)
 
         async def request(data: bytes) -> None:
+            if era < self._era:
+                self.num_ignored += 1
+                return
             if self.say_instead:
                 writer.write(self.say_instead.pop(0))
             else:

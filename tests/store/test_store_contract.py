@@ -429,7 +429,8 @@ async def test_a_cursor_that_is_not_ours_is_bad_params(store: RedisStore, user: 
 
 async def test_a_query_finds_titles_and_texts_whatever_their_case(store: RedisStore, user: UserId) -> None:
     await store.commit(create(user, SessionId("title"), title="Große STRASSE", updated_at=3.0))
-    await store.commit(create(user, SessionId("text"), message("m1"), message("m2", text="x" * 300_000 + "STRASSE")))
+    long = message("m2", text="x" * 300_000)
+    await store.commit(create(user, SessionId("text"), message("m1"), long, message("m3", text="STRASSE")))
     await store.commit(create(user, SESSION, generating("m1", text="gro"), updated_at=1.0))
     await store.append([delta(user, "m1", 0, "sse Stra"), delta(user, "m1", 1, "ße")])
     await store.commit(create(user, SessionId("none"), message("m1", text="Strasbourg"), updated_at=5.0))

@@ -125,6 +125,18 @@ async def test_connections_killed_in_mid_command_lose_and_double_nothing(
     assert sorted(await asyncio.gather(*writes)) == list(range(1, 21))
 
 
+async def test_connections_that_fell_silent_are_replaced_together(proxy: Proxy, user: UserId) -> None:
+    store = RedisStore(RedisLink(proxy.url, timeout_s=0.1), event_history=10)
+    await store.commit(create(user, "s"))
+    await asyncio.gather(*(store.load(user, SessionId("s")) for _ in range(10)))
+    assert proxy.num_connections >= 5
+    proxy.stall()
+    assert (await store.commit(select(user, "s"))).first_seq == 1
+    await asyncio.gather(*(store.load(user, SessionId("s")) for _ in range(10)))
+    assert proxy.num_ignored == 1
+    await store.close()
+
+
 async def test_a_lost_reply_is_asked_for_again_and_the_work_not_done_again(
     proxied: RedisStore, proxy: Proxy, user: UserId
 ) -> None:

@@ -1,0 +1,222 @@
+"""What the store costs: commands a second, time a step of appends, bytes a session and a message.
+
+Runs against a server of its own in a temporary directory, or against `--url` (where it leaves nothing behind but a few
+tombstones that expire). One process measures both ends, so the times are what a web worker waits for on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import redis
+from rich.console import Console
+from rich.table import Table
+
+from chatserve.chat.events import GenerationStarted, MessageAdded
+from chatserve.chat.redis_store import RedisStore, open_store
+from chatserve.chat.store import Delta, MessageRecord, SessionRecord, Transaction
+from chatserve.supervisor.embedded_store import EmbeddedStore
+from chatserve.types import MessageId, SessionId, UserId
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+NUM_SESSIONS = 256
+NUM_STEPS = 100
+NUM_MESSAGES = 20
+ANSWER = "An answer of about four hundred characters, as a small model gives them. " * 6
+ANSWER_TOKENS = tuple(range(1000, 1100))
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="chatserve bench store", description=__doc__)
+    parser.add_argument("--url", help="a Redis or Valkey server; by default one of our own")
+    parser.add_argument("--fsync", choices=["everysec", "always"], default="everysec", help="of our own server")
+    options = parser.parse_args(argv)
+    with _server(options.url, options.fsync) as url:
+        table = asyncio.run(_measure(url))
+    Console().print(table)
+    return 0
+
+
+@contextmanager
+def _server(url: str | None, fsync: str) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    with tempfile.TemporaryDirectory(prefix="chatserve-bench-") as made:
+        embedded = EmbeddedStore(Path(made), Path(made) / "s.sock", fsync="always" if fsync == "always" else "everysec")
+        embedded.start()
+        try:
+            yield embedded.url
+        finally:
+            embedded.stop()
+
+
+async def _measure(url: str) -> Table:
+    table = Table("measured", "value", "unit", title=f"the store, {NUM_SESSIONS} sessions of one user")
+    store = await open_store(url, event_history=4096)
+    user = UserId(f"bench-{uuid.uuid4()}")
+    sessions = [SessionId(f"session-{i:04}-{uuid.uuid4()}") for i in range(NUM_SESSIONS)]
+    try:
+        with redis.Redis.from_url(url) as client:
+            await asyncio.gather(*(store.ping() for _ in range(200)))  # connections have buffers, too
+            before = _used_bytes(client)
+            await asyncio.gather(*(store.commit(_create(user, session)) for session in sessions))
+            table.add_row("an empty session", f"{(_used_bytes(client) - before) / NUM_SESSIONS:.0f}", "bytes")
+
+            before = _used_bytes(client)
+            for first in range(0, NUM_MESSAGES, 2):
+                await asyncio.gather(*(store.commit(_turn(user, session, first)) for session in sessions))
+            per_message = (_used_bytes(client) - before) / NUM_SESSIONS / NUM_MESSAGES
+            raw = len(ANSWER) + 4 * len(ANSWER_TOKENS)
+            table.add_row(
+                "a message, with its part of the events", f"{per_message:.0f}", f"bytes ({raw} of them text and ids)"
+            )
+
+        for name, value, unit in await _measure_calls(store, user, sessions):
+            table.add_row(name, value, unit)
+    finally:
+        await asyncio.gather(
+            *(store.commit(Transaction(user=user, session=s, delete=True)) for s in sessions), return_exceptions=True
+        )
+        await store.close()
+    return table
+
+
+async def _measure_calls(store: RedisStore, user: UserId, sessions: Sequence[SessionId]) -> list[tuple[str, str, str]]:
+    rows = []
+
+    async def ping(_: int) -> None:
+        await store.ping()
+
+    async def commit_one(_: int) -> None:
+        await store.commit(_touch(user, sessions[0]))
+
+    async def commit_all(_: int) -> None:
+        await asyncio.gather(*(store.commit(_touch(user, session)) for session in sessions))
+
+    async def load(i: int) -> None:
+        await store.load(user, sessions[i % len(sessions)])
+
+    async def page(_: int) -> None:
+        await store.list_sessions(user, 50, None, None)
+
+    async def search(_: int) -> None:
+        await store.list_sessions(user, 50, None, "nowhere")
+
+    rows.append(("ping, one after another", f"{1 / (await _cost(ping, 500)).wall_s:,.0f}", "a second"))
+    rows.append(("commit, one after another", f"{1 / (await _cost(commit_one, 500)).wall_s:,.0f}", "a second"))
+    rows.append(("commit, 256 at once", f"{NUM_SESSIONS / (await _cost(commit_all, 5)).wall_s:,.0f}", "a second"))
+    for num_rows in (1, 16, NUM_SESSIONS):
+        chosen = sessions[:num_rows]
+        await asyncio.gather(*(store.commit(_generate(user, session, num_rows)) for session in chosen))
+
+        async def append(i: int, chosen: Sequence[SessionId] = chosen) -> None:
+            await store.append(_deltas(user, chosen, i, len(chosen)))
+
+        step = await _cost(append, NUM_STEPS)
+        rows.append((f"append, a step of {num_rows}", f"{step.wall_s * 1e3:.2f}", "ms"))
+        rows.append(("    each: until answered", f"{step.wall_s * 1e6 / num_rows:.1f}", "µs"))
+        rows.append(("    each: CPU of the caller", f"{step.cpu_s * 1e6 / num_rows:.1f}", "µs"))
+    rows.append((f"load, {NUM_MESSAGES + 3} messages", f"{(await _cost(load, 200)).wall_s * 1e3:.2f}", "ms"))
+    rows.append(("list 50 sessions", f"{(await _cost(page, 200)).wall_s * 1e3:.2f}", "ms"))
+    num_bytes = NUM_SESSIONS * NUM_MESSAGES * len(ANSWER)
+    speed = num_bytes / (await _cost(search, 3)).wall_s / 1e6
+    rows.append(("a search that finds nothing", f"{speed:.0f}", "MB of text a second"))
+    return rows
+
+
+class _Cost(NamedTuple):
+    """Means of one call."""
+
+    wall_s: float
+    cpu_s: float
+
+
+async def _cost(call: Callable[[int], Awaitable[None]], times: int) -> _Cost:
+    await call(0)  # connections and scripts
+    started, cpu = time.perf_counter(), time.process_time()
+    for i in range(1, times + 1):
+        await call(i)
+    return _Cost((time.perf_counter() - started) / times, (time.process_time() - cpu) / times)
+
+
+def _used_bytes(client: redis.Redis) -> int:
+    return int(client.info("memory")["used_memory"])
+
+
+def _create(user: UserId, session: SessionId) -> Transaction:
+    record = SessionRecord(
+        session=session,
+        user=user,
+        title="A title of thirty characters..",
+        system=None,
+        params={},
+        leaf=None,
+        version=1,
+        created_at=time.time(),
+        updated_at=time.time(),
+    )
+    return Transaction(user=user, session=session, create=True, record=record)
+
+
+def _message(number: int, status: str) -> MessageRecord:
+    done = status == "done"
+    return MessageRecord(
+        message=_id(number),
+        parent=_id(number - 1) if number else None,
+        role="assistant" if number % 2 else "user",
+        text=ANSWER if done else "",
+        status=status,
+        created_at=time.time(),
+        token_ids=ANSWER_TOKENS if done else (),
+    )
+
+
+def _id(number: int) -> MessageId:
+    return MessageId(f"message-{number:04}-0123456789abcdef01234567")
+
+
+def _turn(user: UserId, session: SessionId, first: int) -> Transaction:
+    puts = (_message(first, "done"), _message(first + 1, "done"))
+    events = tuple(
+        MessageAdded(
+            session=session, message=put.message, parent=put.parent, role=put.role, text=put.text, status="done"
+        )
+        for put in puts
+    )
+    return Transaction(user=user, session=session, puts=puts, events=events)
+
+
+def _generate(user: UserId, session: SessionId, number: int) -> Transaction:
+    return Transaction(user=user, session=session, puts=(_message(1000 + number, "generating"),))
+
+
+def _touch(user: UserId, session: SessionId) -> Transaction:
+    started = GenerationStarted(
+        session=session, message=_id(0), prompt_tokens=1, cached_tokens=0, swapped_in_tokens=0, computed_tokens=1
+    )
+    return Transaction(user=user, session=session, events=(started,))
+
+
+def _deltas(user: UserId, sessions: Sequence[SessionId], step: int, number: int) -> list[Delta]:
+    return [
+        Delta(
+            user=user,
+            session=session,
+            message=_id(1000 + number),
+            attempt=0,
+            first_token=step,
+            token_ids=(step,),
+            text=" word",
+        )
+        for session in sessions
+    ]
