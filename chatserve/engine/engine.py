@@ -23,7 +23,6 @@ from chatserve.engine.messages import (
     Hint,
     Inspect,
     PathRef,
-    PoolCounts,
     Queued,
     Rejected,
     Release,
@@ -109,17 +108,16 @@ class Engine:
 
     def report(self, command: Inspect) -> CacheReport:
         """The state of the cache, as it is now."""
+        self._scheduler.settle()
         device, host = self._kv.counts()
         return CacheReport(
             inspect_tag=command.inspect_tag,
             block_size=self.info.block_size,
-            device=PoolCounts(**{name: getattr(device, name) for name in PoolCounts.__struct_fields__}),
-            host=PoolCounts(**{name: getattr(host, name) for name in PoolCounts.__struct_fields__}),
+            device=device,
+            host=host,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            counters=self._counters
-            | dict(self._kv.counters)
-            | {"preemptions": self._scheduler.num_preemptions, "wasted_slots": self._kv.wasted_slots()},
+            counters={**self._counters, **self._kv.counters, "wasted_slots": self._kv.wasted_slots()},
             block_map=self._kv.block_map() if command.with_map else "",
         )
 

@@ -51,3 +51,27 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     begun: tuple[Begun, ...] = ()
     sampled: tuple[Sampled, ...] = ()
     ended: tuple[Ended, ...] = ()
+
+
+class Journal:
+    """Collects what happens until it is taken."""
+
+    __slots__ = ("begun", "ended", "sampled", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []
+        self.begun: list[Begun] = []
+        self.sampled: list[Sampled] = []
+        self.ended: list[Ended] = []
+
+    def take(self) -> Outcome:
+        """All since the last time."""
+        outcome = Outcome(
+            waiting=tuple(self.waiting),
+            begun=tuple(self.begun),
+            sampled=tuple(self.sampled),
+            ended=tuple(self.ended),
+        )
+        for events in (self.waiting, self.begun, self.sampled, self.ended):
+            events.clear()
+        return outcome

@@ -34,6 +34,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._preempted) + self._num_new
 
+    def __contains__(self, request: Request) -> bool:
+        if request.phase is Phase.PREEMPTED:
+            return request in self._preempted
+        return request.request_id in self._turns.get(request.user, ())
+
     @property
     def num_new(self) -> int:
         """Those that were never admitted; preempted ones do not count against the bound of the queue."""

@@ -9,6 +9,7 @@ import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from chatserve.sched.leaders import Blocker
     from chatserve.types import RequestId, SamplingParams, UserId
 
 
@@ -33,6 +34,7 @@ class Request:
         "blocked_on",
         "capacity",
         "max_length",
+        "num_committed",
         "num_computed",
         "num_leaders",
         "num_prompt_tokens",
@@ -76,6 +78,8 @@ class Request:
         self.phase = Phase.WAITING
         self.started = False
         self.num_computed = 0
+        self.num_committed = 0
+        """Of the computed ones, those that the KV manager has been told of."""
         self.capacity = 0
         """Slots in the request's blocks: KV of so many tokens fits before it must grow."""
         self.blocked_on: Blocker | None = None
@@ -99,44 +103,3 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<{self.request_id} {self.phase.name.lower()} {self.num_computed}/{len(self.token_ids)}>"
-
-
-class Blocker:
-    """Whom a waiting request waits for: `leader` is computing the first `num_common` tokens of both.
-
-    The wait ends when the leader has computed them, leaves the batch, or has not moved for `patience` turns.
-    """
-
-    __slots__ = ("idle_turns", "leader", "num_common", "seen_computed")
-
-    def __init__(self, leader: Request, num_common: int) -> None:
-        self.leader = leader
-        self.num_common = num_common
-        self.seen_computed = leader.num_computed
-        self.idle_turns = 0
-
-    def holds(self, patience: int) -> bool:
-        """Count one more turn and say whether the wait goes on."""
-        leader = self.leader
-        if leader.phase is not Phase.RUNNING or leader.num_computed >= self.num_common:
-            return False
-        if leader.num_computed > self.seen_computed:
-            self.seen_computed = leader.num_computed
-            self.idle_turns = 0
-        else:
-            self.idle_turns += 1
-        return self.idle_turns <= patience
-
-
-def common_prefix_length(a: list[int], b: list[int], limit: int) -> int:
-    """Length of the longest common prefix, at most `limit`; by bisection, because slices compare at memory speed."""
-    low, high = 0, min(limit, len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # a[:low] == b[:low] and a[:high] != b[:high]
-        mid = (low + high) // 2
-        if a[low:mid] == b[low:mid]:
-            low = mid
-        else:
-            high = mid
-    return low

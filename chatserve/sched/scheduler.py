@@ -19,13 +19,14 @@ Why nothing starves and nothing locks up:
 from __future__ import annotations
 
 from bisect import insort
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from chatserve.errors import ContextOverflowError, OverloadedError
-from chatserve.sched.outcome import Begun, Ended, Outcome, Sampled, Waiting
+from chatserve.sched.leaders import find_leader
+from chatserve.sched.outcome import Begun, Ended, Journal, Outcome, Sampled, Waiting
 from chatserve.sched.plan import Admitted, Row, StepPlan, StepResult
 from chatserve.sched.queue import WaitingQueue, by_arrival
-from chatserve.sched.request import Blocker, Phase, Request, common_prefix_length
+from chatserve.sched.request import Phase, Request
 from chatserve.types import FinishReason, RequestId, SamplingParams, UserId
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
     from chatserve.cache.kv_manager import KVManager
     from chatserve.types import BlockId
-
-PATIENCE_TURNS: Final = 4
-"""Turns that a request waits for another's prefix while that one does not move."""
 
 
 class _Draft:
@@ -49,6 +47,17 @@ class _Draft:
         self.admitted: list[Admitted] = []
         self.pressed = False
         """Someone was preempted or had to wait for blocks: no time to let others in."""
+
+    def add(self, request: Request, end: int, new_block_ids: tuple[BlockId, ...]) -> None:
+        start = request.num_computed
+        sample = end == len(request.token_ids)
+        self.rows[request.request_id] = Row(request.request_id, start, end - start, new_block_ids, sample)
+        self.budget -= end - start
+
+    def discard(self, request: Request) -> None:
+        row = self.rows.pop(request.request_id, None)
+        if row is not None:
+            self.budget += row.num_tokens
 
 
 class Scheduler:
@@ -76,13 +85,10 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._removed: dict[RequestId, None] = {}
         """Requests that the runner still knows and that have left the batch."""
-        self._waiting: list[Waiting] = []
-        self._begun: list[Begun] = []
-        self._ended: list[Ended] = []
+        self._journal = Journal()
         self._in_flight: StepPlan | None = None
         self._step = 0
         self._arrivals = 0
-        self.num_preemptions = 0
 
     # --- what callers ask ---------------------------------------------------------------------------------------------
 
@@ -100,8 +106,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` may do something, or `take_outcome` has something to say."""
-        return bool(self._requests or self._removed or self._ended)
+        """Whether `schedule` may do something, or `take_outcome` has an end to tell."""
+        return bool(self._requests or self._removed or self._journal.ended)
 
     def submit(
         self,
@@ -149,15 +155,17 @@ class Scheduler:
         """End a request, if it is here, with `keep` of its output tokens (None: all) left in its path."""
         assert self._in_flight is None, "cancel comes between steps"
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        if request.phase is not Phase.RUNNING:
-            self._queue.remove(request)
-        self._end(request, FinishReason.CANCELLED, keep=keep)
+        if request is not None:
+            self._end(request, FinishReason.CANCELLED, keep=keep)
 
     def take_outcome(self) -> Outcome:
-        """What happened outside `commit` since the last call."""
-        return self._outcome(())
+        """What happened since the last `commit`, `fail` or `take_outcome`."""
+        return self._journal.take()
+
+    def settle(self) -> None:
+        """Tell the KV manager of all that is computed, for whoever wants to look at it."""
+        for request in self._running:
+            self._settle(request)
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -165,9 +173,13 @@ class Scheduler:
         """The next step. Falsy where there is nothing to do."""
         assert self._in_flight is None, "a step is committed before the next one is planned"
         draft = _Draft(self._max_batched_tokens)
-        for request in [r for r in self._running if r.is_decoding]:
-            self._place(draft, request)
-        for request in [r for r in self._running if not r.is_decoding]:
+        prefilling: list[Request] = []
+        for request in tuple(self._running):
+            if request.is_decoding:
+                self._place(draft, request)
+            else:
+                prefilling.append(request)
+        for request in prefilling:
             if draft.budget > 0:
                 self._place(draft, request)
         if self._queue:
@@ -194,16 +206,17 @@ class Scheduler:
         self._in_flight = None
         self._kv.transfers_done(plan.transfers)
         tokens = iter(result.token_ids)
-        sampled: list[Sampled] = []
         for row in plan.rows:
             request = self._requests[row.request_id]
             end = row.start + row.num_tokens
-            self._kv.commit(row.request_id, request.token_ids[row.start : end])
             request.num_computed = end
+            # Output is of no use to others before it ends, so that half a block of it can wait.
+            if end <= request.num_submitted or end % self._block_size == 0:
+                self._settle(request)
             if row.sample:
-                self._append(request, next(tokens), sampled)
+                self._append(request, next(tokens))
         assert next(tokens, None) is None, "the runner gave more tokens than rows ask for"
-        return self._outcome(sampled)
+        return self._journal.take()
 
     def fail(self, plan: StepPlan, detail: str) -> Outcome:
         """Book a plan whose computation failed after its transfers were made: its rows' requests end with `error`."""
@@ -211,61 +224,55 @@ class Scheduler:
         self._in_flight = None
         self._kv.transfers_done(plan.transfers)
         failed = {row.request_id for row in plan.rows} | {admitted.request_id for admitted in plan.admitted}
-        for request_id in sorted(failed, key=lambda request_id: self._requests[request_id].arrival):
-            self._end(self._requests[request_id], FinishReason.ERROR, detail=detail)
+        for request in [request for request in self._running if request.request_id in failed]:
+            self._end(request, FinishReason.ERROR, detail=detail)
         self._removed.update(dict.fromkeys(plan.removed))  # who knows how far the runner came
-        return self._outcome(())
+        return self._journal.take()
 
-    # --- placing rows -------------------------------------------------------------------------------------------------
+    def _settle(self, request: Request) -> None:
+        if request.num_committed < request.num_computed:
+            self._kv.commit(request.request_id, request.token_ids[request.num_committed : request.num_computed])
+            request.num_committed = request.num_computed
+
+    # --- the running --------------------------------------------------------------------------------------------------
 
     def _place(self, draft: _Draft, request: Request) -> None:
         """Give a running request its row, preempting newer ones for the blocks, or leave it out of this step."""
         if request.phase is not Phase.RUNNING:  # preempted by an older one of this step
             return
-        start = request.num_computed
-        end = self._chunk_end(request, draft.budget)
-        new_block_ids: tuple[BlockId, ...] = ()
-        if end > request.capacity:
-            grown = self._kv.grow(request.request_id, end)
-            while grown is None:
-                draft.pressed = True
-                newest = self._running[-1]
-                if newest is request:
-                    return
-                self._preempt(draft, newest)
-                grown = self._kv.grow(request.request_id, end)
-            new_block_ids = grown
-            request.capacity += len(grown) * self._block_size
-        sample = end == len(request.token_ids)
-        draft.rows[request.request_id] = Row(request.request_id, start, end - start, new_block_ids, sample)
-        draft.budget -= end - start
+        end = min(len(request.token_ids), request.num_computed + draft.budget)
+        new_block_ids = self._grow(request, end)
+        while new_block_ids is None:
+            draft.pressed = True
+            newest = self._running[-1]
+            if newest is request:
+                return
+            self._preempt(draft, newest)
+            new_block_ids = self._grow(request, end)
+        draft.add(request, end, new_block_ids)
 
-    def _chunk_end(self, request: Request, budget: int) -> int:
-        end = min(len(request.token_ids), request.num_computed + budget)
-        if request.num_computed < request.num_shared_tokens:
-            boundary = self._kv.next_boundary(request.request_id)
-            if boundary is not None and request.num_computed < boundary < end:
-                return boundary
-        return end
+    def _grow(self, request: Request, end: int) -> tuple[BlockId, ...] | None:
+        if end <= request.capacity:
+            return ()
+        new_block_ids = self._kv.grow(request.request_id, end)
+        if new_block_ids is not None:
+            request.capacity += len(new_block_ids) * self._block_size
+        return new_block_ids
 
     def _preempt(self, draft: _Draft, request: Request) -> None:
-        row = draft.rows.pop(request.request_id, None)
-        if row is not None:
-            draft.budget += row.num_tokens
+        draft.discard(request)
+        self._settle(request)
         self._kv.preempt(request.request_id)
         self._leave_batch(request)
         request.phase = Phase.PREEMPTED
-        request.told_position = None
         self._queue.push_preempted(request)
-        self.num_preemptions += 1
 
     def _leave_batch(self, request: Request) -> None:
         self._running.remove(request)
         self._removed[request.request_id] = None
-        request.num_computed = 0
-        request.capacity = 0
+        request.num_computed = request.num_committed = request.capacity = 0
 
-    # --- admission ----------------------------------------------------------------------------------------------------
+    # --- the waiting --------------------------------------------------------------------------------------------------
 
     def _admit(self, draft: _Draft) -> None:
         """Let requests in, in the queue's order, until the budget, the rows or the blocks run out."""
@@ -273,14 +280,12 @@ class Scheduler:
         for request in self._queue.in_order():
             if draft.budget <= 0 or draft.pressed or len(self._running) >= self._max_running:
                 return
-            if request.blocked_on is not None:
-                if request.blocked_on.holds(PATIENCE_TURNS):
-                    continue
-                request.blocked_on = None
+            if request.blocked_on is not None and request.blocked_on.holds():
+                continue
             match = self._kv.match(request.token_ids, request.user, request.num_shared_tokens)
-            leader = self._leader_of(request, match.num_cached + match.num_swapped, leaders)
-            if leader is not None:
-                request.blocked_on = leader
+            num_here = match.num_cached + match.num_swapped
+            request.blocked_on = find_leader(request, num_here, leaders, self._block_size)
+            if request.blocked_on is not None:
                 continue
             if self._running and not self._has_room(request, match.num_cached):
                 return
@@ -290,22 +295,6 @@ class Scheduler:
                 return
             if not request.is_decoding:
                 leaders.append(request)
-
-    def _leader_of(self, request: Request, num_here: int, leaders: list[Request]) -> Blocker | None:
-        """The running request that is about to compute at least one more block of this one's prompt, if any does.
-
-        Another user's is of use only as far as what it computes is shared between users.
-        """
-        most = len(request.token_ids) - 1
-        for leader in leaders:
-            limit = most if leader.user == request.user else min(most, leader.num_shared_tokens)
-            if limit - num_here < self._block_size or request.num_leaders >= self._max_running:
-                continue
-            num_common = common_prefix_length(leader.token_ids, request.token_ids, limit)
-            if num_common - num_here >= self._block_size and leader.num_computed < num_common:
-                request.num_leaders += 1
-                return Blocker(leader, num_common)
-        return None
 
     def _has_room(self, request: Request, num_on_device: int) -> bool:
         """Whether everything that the request must hold to decode fits beside what others hold.
@@ -328,7 +317,7 @@ class Scheduler:
             return False
         self._queue.take(request)
         request.phase = Phase.RUNNING
-        request.num_computed = admission.num_cached + admission.num_swapped_in
+        request.num_computed = request.num_committed = admission.num_cached + admission.num_swapped_in
         request.capacity = len(admission.block_ids) * self._block_size
         insort(self._running, request, key=by_arrival)
         draft.admitted.append(
@@ -343,46 +332,37 @@ class Scheduler:
         )
         if not request.started:
             request.started = True
-            self._begun.append(
+            self._journal.begun.append(
                 Begun(request.request_id, request.num_submitted, admission.num_cached, admission.num_swapped_in)
             )
-        end = self._chunk_end(request, draft.budget)
-        new_block_ids: tuple[BlockId, ...] | None = ()
-        if end > request.capacity:
-            new_block_ids = self._kv.grow(request.request_id, end)
-        if new_block_ids is None:  # it waits in the batch, holding its path
-            draft.pressed = True
-            return True
-        request.capacity += len(new_block_ids) * self._block_size
-        start = request.num_computed
-        sample = end == len(request.token_ids)
-        draft.rows[request.request_id] = Row(request.request_id, start, end - start, new_block_ids, sample)
-        draft.budget -= end - start
+        end = min(len(request.token_ids), request.num_computed + draft.budget)
+        new_block_ids = self._grow(request, end)
+        if new_block_ids is None:
+            draft.pressed = True  # it waits in the batch, holding its path
+        else:
+            draft.add(request, end, new_block_ids)
         return True
 
     def _give_up(self, request: Request) -> None:
-        """The pool is all free and refuses even so: say it rather than wait for ever."""
-        self._queue.remove(request)
-        self._end(
-            request,
-            FinishReason.ERROR,
-            detail=f"{len(request.token_ids)} tokens do not fit the idle pool of {self._kv.counts()[0].total} blocks",
-        )
+        """The pool is idle and refuses even so: say it rather than wait for ever."""
+        num_blocks = self._kv.counts()[0].total
+        detail = f"{len(request.token_ids)} tokens do not fit the idle pool of {num_blocks} blocks"
+        self._end(request, FinishReason.ERROR, detail=detail)
 
     def _tell_positions(self) -> None:
         for position, request in enumerate(self._queue.in_order()):
             told = request.told_position
             if not request.started and (told is None or position <= told // 2 < told):
                 request.told_position = position
-                self._waiting.append(Waiting(request.request_id, position))
+                self._journal.waiting.append(Waiting(request.request_id, position))
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
-    def _append(self, request: Request, token_id: int, sampled: list[Sampled]) -> None:
+    def _append(self, request: Request, token_id: int) -> None:
         if token_id in request.stop_token_ids:
             self._end(request, FinishReason.STOP, stop_token_id=token_id)
             return
-        sampled.append(Sampled(request.request_id, request.num_output_tokens, token_id))
+        self._journal.sampled.append(Sampled(request.request_id, request.num_output_tokens, token_id))
         request.token_ids.append(token_id)
         if len(request.token_ids) >= request.max_length:
             self._end(request, FinishReason.LENGTH)
@@ -402,11 +382,14 @@ class Scheduler:
         if keep is not None and keep < num_output_tokens:
             kept = kept[: request.num_submitted + max(keep, 0)]
         if request.phase is Phase.RUNNING:
+            self._settle(request)
             self._kv.finish(request.request_id, len(kept))
             self._leave_batch(request)
+        elif request in self._queue:
+            self._queue.remove(request)
         request.phase = Phase.FINISHED
         del self._requests[request.request_id]
-        self._ended.append(
+        self._journal.ended.append(
             Ended(
                 request_id=request.request_id,
                 user=request.user,
@@ -419,15 +402,6 @@ class Scheduler:
             )
         )
 
-    def _outcome(self, sampled: Iterable[Sampled]) -> Outcome:
-        outcome = Outcome(
-            waiting=tuple(self._waiting), begun=tuple(self._begun), sampled=tuple(sampled), ended=tuple(self._ended)
-        )
-        self._waiting.clear()
-        self._begun.clear()
-        self._ended.clear()
-        return outcome
-
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -439,6 +413,6 @@ class Scheduler:
         for request in self._running:
             assert request.phase is Phase.RUNNING
             assert self._requests[request.request_id] is request
+            assert request.num_committed <= request.num_computed <= request.capacity
             assert request.num_computed < len(request.token_ids) < request.max_length
-            assert request.num_computed <= request.capacity
             assert request.request_id not in self._removed

@@ -16,7 +16,7 @@ import pytest
 
 from chatserve.engine.client import EngineClient
 from chatserve.engine.engine import Engine
-from chatserve.engine.framing import MAX_FRAME_BYTES, encode, event_reader
+from chatserve.engine.framing import MAX_FRAME_BYTES, encode
 from chatserve.engine.messages import (
     Cancel,
     EngineDown,
@@ -64,7 +64,9 @@ class Gate:
 
 
 @contextmanager
-def serving(engine: Engine, path: Path, *, max_out_bytes: int = 1 << 24, drain_s: float = 0.0) -> Iterator[EngineServer]:
+def serving(
+    engine: Engine, path: Path, *, max_out_bytes: int = 1 << 24, drain_s: float = 0.0
+) -> Iterator[EngineServer]:
     """A server's loop in a thread; ends with it, and fails if the loop does."""
     server = EngineServer(engine, listen(path), max_out_bytes=max_out_bytes, drain_s=drain_s)
     errors: list[BaseException] = []
@@ -227,19 +229,18 @@ def _read_to_end(sock: socket.socket) -> None:
 
 async def test_a_client_that_does_not_read_is_dropped_and_nobody_waits_for_it(socket_path: Path) -> None:
     engine = make_engine(FakeRunner(num_blocks=1024, num_host_blocks=0), max_running=8)
-    with serving(engine, socket_path, max_out_bytes=20_000):
-        with socket.socket(socket.AF_UNIX) as deaf:
-            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            deaf.connect(str(socket_path))
-            for number in range(4):
-                deaf.sendall(encode(make_submit(f"deaf{number}", range(4), max_tokens=2_500)))
-            async with connected(socket_path) as client:
-                consumer = Consumer(client)
-                client.submit(make_submit("a", range(20)))
-                assert (await consumer.finished("a")).reason == "length"
-                async with asyncio.timeout(TIMEOUT_S * 3):
-                    while (report := await client.inspect()).running:
-                        pass
+    with serving(engine, socket_path, max_out_bytes=20_000), socket.socket(socket.AF_UNIX) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect(str(socket_path))
+        for number in range(4):
+            deaf.sendall(encode(make_submit(f"deaf{number}", range(4), max_tokens=2_500)))
+        async with connected(socket_path) as client:
+            consumer = Consumer(client)
+            client.submit(make_submit("a", range(20)))
+            assert (await consumer.finished("a")).reason == "length"
+            async with asyncio.timeout(TIMEOUT_S * 3):
+                while (report := await client.inspect()).running:
+                    pass
     assert report.counters["output_tokens"] < 4 * 2_500
 
 
@@ -275,15 +276,22 @@ async def test_the_client_sees_an_engine_die_and_the_next_one_come(socket_path: 
 
 async def test_nobody_can_submit_to_an_engine_that_the_consumer_has_not_heard_of(socket_path: Path) -> None:
     """Or a request would be taken for one that died with the engine before, and be sent twice."""
+    two_unread = asyncio.Event()
+
+    class Watched(asyncio.Queue):  # type: ignore[type-arg]
+        def _put(self, item: object) -> None:
+            super()._put(item)
+            if self.qsize() == 2:
+                two_unread.set()
+
     client = EngineClient(socket_path)
+    client._events = Watched()
     with serving(make_engine(FakeRunner()), socket_path):
         await client.connect(TIMEOUT_S)
         events = client.events()
         assert isinstance(await anext(events), Hello)
     with serving(make_engine(FakeRunner()), socket_path):
-        async with asyncio.timeout(TIMEOUT_S):
-            while client._events.qsize() < 2:  # EngineDown and the next Hello lie there unread
-                await asyncio.sleep(0.01)
+        await asyncio.wait_for(two_unread.wait(), TIMEOUT_S)  # EngineDown and the next Hello
         with pytest.raises(EngineUnavailableError):
             client.submit(make_submit("a", range(3)))
         assert isinstance(await anext(events), EngineDown)

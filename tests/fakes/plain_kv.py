@@ -75,9 +75,6 @@ class PlainKV:
     def preempt(self, request_id: RequestId) -> None:
         self.finish(request_id)
 
-    def next_boundary(self, request_id: RequestId) -> int | None:
-        return None
-
     def take_transfers(self) -> Transfers:
         return Transfers()
 
