@@ -51,7 +51,7 @@ from chatserve.errors import BadParamsError, ConflictError, NotFoundError, Start
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -233,18 +233,15 @@ class RedisStore:
         reply = await self._link.script("read a session", self._load, Call(names, keys.live(session)))
         if reply is None:
             return None
-        seq, record, order = reply[:3]
-        metas, texts, tokens, live_texts, live_tokens = (dict(zip(f[::2], f[1::2], strict=True)) for f in reply[3:])
+        seq, record, sizes, body = reply
         return SessionState(
             record=_record_decoder.decode(record),
             seq=seq,
             messages=tuple(
                 msgspec.structs.replace(
-                    _meta_decoder.decode(metas[message]),
-                    text=(texts.get(message, b"") + live_texts.get(message, b"")).decode(),
-                    token_ids=_unpack_tokens(tokens.get(message, b"") + live_tokens.get(message, b"")),
+                    _meta_decoder.decode(meta), text=text.decode(), token_ids=_unpack_tokens(token_ids)
                 )
-                for message in order
+                for meta, text, token_ids in _cut(sizes, body)
             ),
         )
 
@@ -254,7 +251,7 @@ class RedisStore:
         reply = await self._link.script("read events", self._events, Call(names, (after,)))
         if reply is None:
             return None
-        return [_read_event(session, seq, fields) for seq, fields in enumerate(reply, start=after + 1)]
+        return [_read_event(session, seq, *parts) for seq, parts in enumerate(_cut(*reply), start=after + 1)]
 
     async def list_sessions(self, user: UserId, limit: int, cursor: str | None, query: str | None) -> SessionPage:
         """See `Store.list_sessions`."""
@@ -371,16 +368,23 @@ def _raise_error(reply: object) -> None:
         raise StoreUnavailableError(f"the store refused: {one_line(reply)}") from reply
 
 
-def _read_event(session: SessionId, seq: int, fields: Sequence[bytes]) -> AnyEvent:
-    match fields:
-        case [b"delta", place, b"text", text]:
-            message = _place_decoder.decode(place)[0]
-            return GenerationDelta(session=session, seq=seq, message=message, text=text.decode())
-        case [b"event", event]:
-            numbered: AnyEvent = msgspec.structs.replace(_event_decoder.decode(event), seq=seq)
-            return numbered
-        case _:
-            raise AssertionError(f"event {seq} of session {session} has the fields {fields[::2]}")
+def _cut(sizes: bytes, body: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Parts that a script joined, three by three."""
+    start = 0
+    for first, second, third in struct.iter_unpack("<III", sizes):
+        middle, last = start + first, start + first + second
+        end = last + third
+        yield body[start:middle], body[middle:last], body[last:end]
+        start = end
+    assert start == len(body), f"parts of {start} bytes in a body of {len(body)}"
+
+
+def _read_event(session: SessionId, seq: int, place: bytes, text: bytes, payload: bytes) -> AnyEvent:
+    if place:
+        message = _place_decoder.decode(place)[0]
+        return GenerationDelta(session=session, seq=seq, message=message, text=text.decode())
+    event: AnyEvent = msgspec.structs.replace(_event_decoder.decode(payload), seq=seq)
+    return event
 
 
 def _pack_tokens(token_ids: Sequence[int]) -> bytes:

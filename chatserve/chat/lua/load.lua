@@ -2,33 +2,30 @@
 --
 -- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 generating
 -- ARGV  1 live text prefix  2 live tokens prefix
--- Returns nil where there is no such session, else {seq, record, message ids in order, metas, texts, tokens, live texts,
--- live tokens}; the last five are flat lists of message id and value.
+-- Returns nil where there is no such session, else {seq, record, sizes, body}: for each message in order its meta, text and
+-- token ids. They stand one after another in body, their sizes as little-endian uint32 in sizes, because a client takes far
+-- longer to read many small replies than to cut a large one.
 
 local state = redis.call('HMGET', KEYS[1], 'seq', 'record')
 if not state[2] then
   return false
 end
-local live_texts, live_tokens = {}, {}
+local live = {}
 for _, message in ipairs(redis.call('HKEYS', KEYS[6])) do
-  local text = redis.call('GET', ARGV[1] .. message)
-  if text then
-    table.insert(live_texts, message)
-    table.insert(live_texts, text)
-  end
-  local tokens = redis.call('GET', ARGV[2] .. message)
-  if tokens then
-    table.insert(live_tokens, message)
-    table.insert(live_tokens, tokens)
-  end
+  live[message] = true
 end
-return {
-  tonumber(state[1]),
-  state[2],
-  redis.call('ZRANGE', KEYS[5], 0, -1),
-  redis.call('HGETALL', KEYS[2]),
-  redis.call('HGETALL', KEYS[3]),
-  redis.call('HGETALL', KEYS[4]),
-  live_texts,
-  live_tokens,
-}
+local sizes, body = {}, {}
+for _, message in ipairs(redis.call('ZRANGE', KEYS[5], 0, -1)) do
+  local meta = redis.call('HGET', KEYS[2], message)
+  local text = redis.call('HGET', KEYS[3], message) or ''
+  local tokens = redis.call('HGET', KEYS[4], message) or ''
+  if live[message] then
+    text = text .. (redis.call('GET', ARGV[1] .. message) or '')
+    tokens = tokens .. (redis.call('GET', ARGV[2] .. message) or '')
+  end
+  sizes[#sizes + 1] = struct.pack('<I4I4I4', #meta, #text, #tokens)
+  body[#body + 1] = meta
+  body[#body + 1] = text
+  body[#body + 1] = tokens
+end
+return {tonumber(state[1]), state[2], table.concat(sizes), table.concat(body)}
