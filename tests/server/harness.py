@@ -160,9 +160,8 @@ class PacedEngine(InlineEngineClient):
         """A new engine like this one, for a server that starts again."""
         return PacedEngine(self._options, self.pace.delay_s, self._max_queued)
 
-    def restart_engine(self) -> None:
-        """The engine's process died, and another has taken its place."""
-        self.kill()
+    def replace(self) -> None:
+        """After `kill`: another engine takes the dead one's place."""
         self.runner = self._make_runner()
         self.revive(make_engine(self.runner, max_queued=self._max_queued))
 
