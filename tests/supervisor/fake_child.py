@@ -1,7 +1,7 @@
 """A child of the supervisor that only tells when it starts and ends: `fake_child.py NAME MODE --settings JSON`.
 
-Modes: run; stubborn (ignores SIGTERM and the end of stdin); exit-N and kill (at once); and for the web, which answers
-every request with 200 while it runs.
+Modes: run; stubborn (ignores SIGTERM and the end of stdin); exit-N and kill (at once). The web answers every request
+with 200 once the engine is up.
 """
 
 import http.server
@@ -23,7 +23,7 @@ def end(*_: object) -> None:
 
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(200 if os.path.exists(settings["engine_socket"]) else 503)  # noqa: PTH110
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -38,8 +38,12 @@ if mode.startswith("exit-"):
     os._exit(int(mode.removeprefix("exit-")))
 if mode == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+settings = json.loads(sys.argv[-1])
+if name == "engine":
+    with open(settings["socket_path"], "w"):  # noqa: PTH123 - an engine that is up has its socket
+        pass
 if name == "web":
-    serve = json.loads(sys.argv[-1])["serve"]
+    serve = settings["serve"]
     server = http.server.ThreadingHTTPServer((serve["host"], serve["port"]), Ready)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 sys.stdin.read()

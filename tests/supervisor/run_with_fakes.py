@@ -1,4 +1,5 @@
-"""`chatserve serve` with fakes for all that it starts: `run_with_fakes.py SETTINGS-JSON ENGINE-MODE WEB-MODE`."""
+"""`chatserve serve` with fakes for all that it starts: `run_with_fakes.py SETTINGS-JSON ENGINE-MODE WEB-MODE STORE`,
+where STORE is fake or real."""
 
 import asyncio
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 from chatserve.config import ServeSettings, decode_settings
 from chatserve.errors import StartupError
 from chatserve.supervisor.children import Commands
+from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.supervisor.supervisor import GraceTimes, Supervisor
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
@@ -32,13 +34,13 @@ class FakeStore:
 
 def main() -> int:
     settings = decode_settings(sys.argv[1], ServeSettings)
-    engine_mode, web_mode = sys.argv[2:]
+    engine_mode, web_mode, store = sys.argv[2:]
 
     async def run() -> int:
         return await Supervisor(
             settings,
             commands=Commands(engine=(*FAKE, "engine", engine_mode), web=(*FAKE, "web", web_mode)),
-            store_factory=FakeStore,
+            store_factory=FakeStore if store == "fake" else EmbeddedStore,
             resolve_model=lambda _name, _cache_dir: Path("/nowhere"),
             grace=GraceTimes(web_s=1.0, engine_s=1.0),
         ).run()

@@ -12,9 +12,15 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
+from redis import Redis, RedisError
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from chatserve.config import ServeSettings, encode_settings
+from chatserve.supervisor import paths
+from chatserve.supervisor.embedded_store import EmbeddedStore
 
 TIMEOUT_S = 20
 
@@ -52,7 +58,9 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def supervised(data_dir: Path, *, engine: str = "run", web: str = "run", **options: object) -> AsyncIterator[Run]:
+async def supervised(
+    data_dir: Path, *, engine: str = "run", web: str = "run", store: str = "fake", **options: object
+) -> AsyncIterator[Run]:
     settings = ServeSettings(data_dir=data_dir, cache_dir=data_dir, **{"port": 0, **options})  # type: ignore[arg-type]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -60,6 +68,7 @@ async def supervised(data_dir: Path, *, engine: str = "run", web: str = "run", *
         encode_settings(settings),
         engine,
         web,
+        store,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -129,6 +138,54 @@ async def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path) -> 
         _, out, _ = await run.rest()  # the output ends when the last holder has ended
         assert {line.split()[0] for line in out.splitlines() if "ends" in line} == {"web", "engine"}
         assert not any(alive(pid) for name, pid in run.pids.items() if name != "store")
+
+
+def processes_of(data_dir: Path) -> set[int]:
+    """All processes, wherever they hang in the tree, that were started with something in `data_dir`."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(
+            str(data_dir) in word for word in process.info["cmdline"] or ()
+        ):
+            found.add(process.info["pid"])
+    return found
+
+
+async def test_the_store_does_not_outlive_it_either_and_its_data_serves_the_next_one(tmp_path: Path) -> None:
+    async with supervised(tmp_path, store="real") as run:
+        await run.until("ChatServe is ready")
+        running = processes_of(tmp_path)
+        assert len(running) >= 4  # itself, engine, web, store and the shell that ties it to us
+        run.process.kill()
+        await run.rest()
+        gone, alive = await asyncio.to_thread(
+            psutil.wait_procs, [psutil.Process(pid) for pid in running if psutil.pid_exists(pid)], TIMEOUT_S
+        )
+        assert alive == [], gone
+    async with supervised(tmp_path, store="real") as run:
+        await run.until("ChatServe is ready")
+        run.process.send_signal(signal.SIGTERM)
+        assert (await run.rest())[0] == 0
+    assert processes_of(tmp_path) == set()
+
+
+async def test_a_dead_store_is_started_again(tmp_path: Path) -> None:
+    async with supervised(tmp_path, store="real") as run:
+        await run.until("ChatServe is ready")
+        store = EmbeddedStore(tmp_path, paths.socket_dir(tmp_path) / "store.sock")
+        with Redis.from_url(store.url) as redis:
+            pid = redis.info("server")["process_id"]
+            redis.set("kept", "value")
+            os.kill(pid, signal.SIGKILL)
+            assert run.process.stderr is not None
+            async with asyncio.timeout(TIMEOUT_S):
+                assert b"the store process ended; starting it again" in await run.process.stderr.readline()
+        retrying = Redis.from_url(store.url, retry=Retry(ConstantBackoff(0.05), 200), retry_on_error=[RedisError])
+        with retrying as redis:
+            assert await asyncio.to_thread(redis.get, "kept") == b"value"
+            assert redis.info("server")["process_id"] != pid
+        run.process.send_signal(signal.SIGTERM)
+        assert (await run.rest())[0] == 0
 
 
 async def test_a_child_that_will_not_end_is_killed_in_time(tmp_path: Path) -> None:
