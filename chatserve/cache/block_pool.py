@@ -17,7 +17,7 @@ PRIVATE: Final = 1
 CACHED: Final = 2
 """Owned by a node of the tree."""
 VACATED: Final = 3
-"""Given up by its owner, still held by a copy."""
+"""Given up by its owner, still read or written by a copy."""
 
 IdT = TypeVar("IdT", bound=int)
 
@@ -85,19 +85,22 @@ class BlockPool(Generic[IdT]):
             self._free.append(block_id)
 
     def vacate(self, block_id: IdT) -> None:
-        """Hold and release a block that is copied out before anything else of the next step runs.
+        """Release a block that is copied out before anything else of the next step runs.
 
-        Whatever the same step writes comes after that copy, so until `close_step` the block can be acquired at once.
+        Whatever that step writes comes after the copy, so until `close_step` the block can be acquired at once.
         """
-        unused = not self._holds[block_id]
-        self.hold(block_id)
-        self.release(block_id)
-        if unused:
-            self._reusable[block_id] = None
+        assert self._owner[block_id] == CACHED, f"block {block_id} is not cached"
+        assert not self._holds[block_id], f"block {block_id} is held by another copy"
+        self._set_owner(block_id, VACATED)
+        self._reusable[block_id] = None
 
-    def close_step(self) -> None:
-        """The step's copies are handed out: vacated blocks now wait until these have finished."""
+    def close_step(self) -> tuple[IdT, ...]:
+        """The step's copies are handed out. Vacated blocks that it did not take are held now; the caller lets go."""
+        vacated = tuple(self._reusable)
         self._reusable.clear()
+        for block_id in vacated:
+            self.hold(block_id)
+        return vacated
 
     def hold(self, block_id: IdT) -> None:
         """A copy that reads or writes the block has been planned."""
@@ -115,7 +118,6 @@ class BlockPool(Generic[IdT]):
             return
         self._num_held_by_owner[self._owner[block_id]] -= 1
         if self._owner[block_id] == VACATED:
-            self._reusable.pop(block_id, None)
             self._set_owner(block_id, FREE)
             self._free.append(block_id)
 
@@ -127,7 +129,7 @@ class BlockPool(Generic[IdT]):
             free=owned[FREE],
             cached=owned[CACHED] - held[CACHED],
             private=owned[PRIVATE] - held[PRIVATE],
-            transit=sum(held),
+            transit=owned[VACATED] + held[CACHED] + held[PRIVATE],
             pinned=pinned,
         )
 
@@ -143,10 +145,11 @@ class BlockPool(Generic[IdT]):
         assert num_by_owner == self._num_by_owner, f"{num_by_owner} blocks by owner, counted {self._num_by_owner}"
         assert num_held == self._num_held_by_owner, f"{num_held} held blocks, counted {self._num_held_by_owner}"
         assert num_held[FREE] == 0, "a free block is held"
-        assert num_held[VACATED] == num_by_owner[VACATED], "a vacated block that nothing holds is lost"
+        num_waiting = num_held[VACATED] + len(self._reusable)
+        assert num_waiting == num_by_owner[VACATED], "a vacated block that nothing holds is lost"
         assert len(set(self._free)) == len(self._free) == num_by_owner[FREE], "the free list is not the free blocks"
         assert all(self._owner[block_id] == FREE for block_id in self._free)
-        assert all(self._owner[block_id] == VACATED for block_id in self._reusable)
+        assert all(self._owner[block_id] == VACATED and not self._holds[block_id] for block_id in self._reusable)
 
     def _set_owner(self, block_id: IdT, owner: int) -> None:
         before = self._owner[block_id]

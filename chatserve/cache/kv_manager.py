@@ -351,6 +351,7 @@ class KVManager:
             lease.tail = tree.insert(lease.leaf, key, block_id)
             tree.mark_branch(lease.leaf)
             tree.pin(lease.tail)
+            self._transfers.keep(lease.tail)
             tree.unpin(lease.leaf)
         else:
             self._drop_host_copy(lease.tail)
@@ -374,6 +375,7 @@ class KVManager:
         if twin.block_id is None:
             self._device.cache(block_id)
             self._tree.place(twin, block_id)
+            self._transfers.keep(twin)
         else:
             lease.twins.append(block_id)
         lease.num_foreign = lease.num_sealed + 1
@@ -409,6 +411,8 @@ class KVManager:
         frozen = self._tree.insert(lease.leaf, key, block_id)
         self._transfers.copy(lease.block_ids[lease.num_sealed], block_id, num_tokens, frozen)
         self._new_frozen.append(frozen)
+        if lease.tail is not None:
+            self._transfers.keep(lease.tail)
 
     def _abandon_new_frozen(self) -> bool:
         """Give up frozen nodes that nothing but their own planned copy pins. True if that made room."""
@@ -516,6 +520,8 @@ class KVManager:
         on_host = {node.host_block_id for node in nodes} - {None}
         assert on_device == {i for i in range(self.num_blocks) if self._device.owner(BlockId(i)) == CACHED}
         assert len(on_host) == self._host.num_owned, "a host block is lost"
+        idle = [node.block_id for node in nodes if node.block_id is not None and not node.num_pins]
+        assert not any(self._device.is_held(block_id) for block_id in idle), "a copy may be evicted under its feet"
         private = [block_id for lease in leases for block_id in lease.private_blocks()]
         assert len(set(private)) == len(private), "two requests write the same block"
         assert set(private) == {i for i in range(self.num_blocks) if self._device.owner(BlockId(i)) == PRIVATE}

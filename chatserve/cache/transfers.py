@@ -17,10 +17,18 @@ from chatserve.sched.plan import BlockCopy, SwapIn, SwapOut, Transfers
 from chatserve.types import BlockId, HostBlockId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
+    """Transfers that a step is making."""
+
     transfers: Transfers
-    pinned: tuple[Node, ...]
+    vacated: tuple[BlockId, ...]
+    """Sources of swaps out that the step itself does not use again."""
+    pinned: list[Node]
+
+    def touches(self, block_id: BlockId) -> bool:
+        copies, swaps = self.transfers.copies, self.transfers.swap_in
+        return any(block_id in (copy.src, copy.dst) for copy in copies) or any(swap.dst == block_id for swap in swaps)
 
 
 class TransferBook:
@@ -30,6 +38,7 @@ class TransferBook:
         "_copies",
         "_device",
         "_host",
+        "_kept",
         "_running",
         "_swap_in",
         "_swap_out",
@@ -46,6 +55,7 @@ class TransferBook:
         self._swap_out: list[SwapOut] = []
         self._swap_in: list[tuple[SwapIn, Node]] = []
         self._copies: dict[BlockId, tuple[BlockCopy, Node]] = {}
+        self._kept: list[Node] = []
         self._running: list[_Batch] = []
         self.num_copies = 0
         self.num_swapped_in = 0
@@ -95,7 +105,23 @@ class TransferBook:
         self._device.unhold(copy.src)
         self._device.unhold(copy.dst)
         self._tree.unpin(node)
+        for kept in [kept for kept in self._kept if not self._is_planned(kept)]:
+            self._kept.remove(kept)
+            self._tree.unpin(kept)
         return True
+
+    def keep(self, node: Node) -> None:
+        """A request's block has become this node's while copies may still read or write it: pin it until they end."""
+        assert node.block_id is not None
+        if not self._device.is_held(node.block_id):
+            return
+        if self._is_planned(node):
+            self._tree.pin(node)
+            self._kept.append(node)
+        for batch in self._running:
+            if batch.touches(node.block_id):
+                self._tree.pin(node)
+                batch.pinned.append(node)
 
     # --- a step's life ------------------------------------------------------------------------------------------------
 
@@ -106,11 +132,11 @@ class TransferBook:
             swap_in=tuple(swap for swap, _ in self._swap_in),
             copies=tuple(copy for copy, _ in self._copies.values()),
         )
-        self._device.close_step()
         if not transfers:
+            assert not self._kept, "a block is kept for a copy that is not planned"
             return transfers
-        pinned = (*(node for _, node in self._swap_in), *(node for _, node in self._copies.values()))
-        self._running.append(_Batch(transfers, pinned))
+        self._running.append(_Batch(transfers, self._device.close_step(), self._planned_pins()))
+        self._kept.clear()
         self._swap_out.clear()
         self._swap_in.clear()
         self._copies.clear()
@@ -126,8 +152,9 @@ class TransferBook:
         index = next((i for i, batch in enumerate(self._running) if batch.transfers is transfers), None)
         assert index is not None, "these transfers are not running"
         batch = self._running.pop(index)
+        for block_id in batch.vacated:
+            self._device.unhold(block_id)
         for out in transfers.swap_out:
-            self._device.unhold(out.src)
             self._host.unhold(out.dst)
         for swap in transfers.swap_in:
             self._host.unhold(swap.src)
@@ -140,8 +167,7 @@ class TransferBook:
 
     def pinned(self) -> list[Node]:
         """Nodes that transfers keep in place, once for each transfer."""
-        running = [node for batch in self._running for node in batch.pinned]
-        return [*running, *(node for _, node in self._swap_in), *(node for _, node in self._copies.values())]
+        return [node for batch in self._running for node in batch.pinned] + self._planned_pins()
 
     def check(self) -> None:
         written = [swap.dst for swap, _ in self._swap_in] + list(self._copies)
@@ -149,7 +175,13 @@ class TransferBook:
         read = {copy.src for copy, _ in self._copies.values()}
         assert not read & set(self._copies), "a copy reads what another one of the same step writes"
         assert len({out.dst for out in self._swap_out}) == len(self._swap_out)
-        for block_id in (*written, *read, *(out.src for out in self._swap_out)):
+        for block_id in (*written, *read):
             assert self._device.is_held(block_id), f"device block {block_id} is copied but not held"
         for host_block_id in (*(out.dst for out in self._swap_out), *(swap.src for swap, _ in self._swap_in)):
             assert self._host.is_held(host_block_id), f"host block {host_block_id} is copied but not held"
+
+    def _is_planned(self, node: Node) -> bool:
+        return any(node.block_id in (copy.src, copy.dst) for copy, _ in self._copies.values())
+
+    def _planned_pins(self) -> list[Node]:
+        return [*(node for _, node in self._swap_in), *(node for _, node in self._copies.values()), *self._kept]

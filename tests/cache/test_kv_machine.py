@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from chatserve.types import UserId
 from tests.cache.token_storage import Cache, Running
 
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 USERS = st.sampled_from(["ann", "bob"])
 
 
@@ -38,34 +37,65 @@ class KVMachine(RuleBasedStateMachine):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), new=TOKENS, user=USERS, shared=st.sampled_from([0, 0, 3, 5, 8]))
-    def submit(self, data: st.DataObject, new: list[int], user: str, shared: int) -> None:
+    def draw_sequence(self, data: st.DataObject) -> tuple[list[int], str, int]:
         """A fresh sequence, or one that goes on from any point of a known one."""
-        base: list[int] = []
-        if self.known:
-            base_of = data.draw(st.sampled_from(self.known))
-            cut = data.draw(st.integers(0, len(base_of.token_ids)))
-            base = base_of.token_ids[:cut]
+        token_ids = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4 * self.cache.block_size))
+        user, shared = data.draw(USERS), data.draw(st.sampled_from([0, 0, 3, 5, 8]))
+        if self.known and data.draw(st.integers(0, 3)):
+            base = data.draw(st.sampled_from(self.known))
+            cut = data.draw(st.sampled_from([len(base.token_ids), len(base.token_ids) - 1, 5, 9]))
+            token_ids = base.token_ids[:cut] + token_ids
             if data.draw(st.booleans()):
-                user, shared = base_of.user, base_of.num_shared
-        token_ids = (base + new)[: self.max_tokens]
+                user, shared = base.user, base.num_shared
+        token_ids = token_ids[: self.max_tokens]
+        return token_ids, user, min(shared, len(token_ids))
+
+    def admit(self, data: st.DataObject) -> str | None:
+        token_ids, user, shared = self.draw_sequence(data)
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
-        running = self.cache.admit(name, token_ids, user, min(shared, len(token_ids)))
+        running = self.cache.admit(name, token_ids, user, shared)
         if running is None:
-            return
+            return None
         may_be_found = 0
         for other in self.known:
             in_common = num_common(token_ids, other.token_ids)
             may_be_found = max(may_be_found, in_common if other.user == user else min(in_common, other.num_shared))
         assert running.num_matched <= may_be_found, "found what nobody computed for this user"
         self.known.append(running)
+        return name
+
+    @rule(data=st.data())
+    def submit(self, data: st.DataObject) -> None:
+        self.admit(data)
+
+    @rule(data=st.data())
+    def whole_turn(self, data: st.DataObject) -> None:
+        """A request that runs from its admission to its end while the others wait: fills the pool quickly."""
+        if self.cache.under_way is not None:
+            self.cache.land()
+        name = self.admit(data)
+        if name is None:
+            return
+        running = self.cache.running[name]
+        if self.cache.grow(name, len(running.token_ids)):
+            self.planned[name] = len(running.token_ids) - running.num_computed
+        self.launch(execute=True)
+        self.cache.land()
+        self.cache.finish(name)
 
     @precondition(lambda self: self.cache.running)
-    @rule(data=st.data(), chunk=st.integers(1, 9), token_id=st.integers(0, 2))
-    def plan_row(self, data: st.DataObject, chunk: int, token_id: int) -> None:
-        """The next chunk of a prompt, or one decoded token."""
-        name = data.draw(st.sampled_from(sorted(self.cache.running)))
+    @rule(token_id=st.integers(0, 2))
+    def whole_step(self, token_id: int) -> None:
+        """All that run take part in one step."""
+        if self.cache.under_way is not None:
+            self.cache.land()
+        for name in self.cache.running:
+            self.plan(name, 100, token_id)
+        self.launch(execute=True)
+        self.cache.land()
+
+    def plan(self, name: str, chunk: int, token_id: int) -> None:
         running = self.cache.running[name]
         if name in self.planned or (self.cache.under_way and name in self.cache.under_way.rows):
             return
@@ -76,6 +106,12 @@ class KVMachine(RuleBasedStateMachine):
         num_tokens = min(chunk, len(running.token_ids) - running.num_computed)
         if self.cache.grow(name, running.num_computed + num_tokens):
             self.planned[name] = num_tokens
+
+    @precondition(lambda self: self.cache.running)
+    @rule(data=st.data(), chunk=st.integers(1, 9), token_id=st.integers(0, 2))
+    def plan_row(self, data: st.DataObject, chunk: int, token_id: int) -> None:
+        """The next chunk of a prompt, or one decoded token."""
+        self.plan(data.draw(st.sampled_from(sorted(self.cache.running))), chunk, token_id)
 
     @precondition(lambda self: self.cache.running)
     @rule(data=st.data())
@@ -161,8 +197,8 @@ class KVMachine(RuleBasedStateMachine):
 
 
 KVMachine.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=50,
+    max_examples=60,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

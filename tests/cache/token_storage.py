@@ -218,7 +218,7 @@ class Cache:
         """Nothing runs: no pin, no transit, nothing private, and all blocks add up."""
         assert not self.running
         for counts in self.kv.counts():
-            assert counts.pinned == counts.private == counts.transit == 0
+            assert counts.pinned == counts.private == counts.transit == 0, counts
             assert counts.free + counts.cached == counts.total
         self.kv.check()
 
