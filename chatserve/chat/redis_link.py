@@ -32,6 +32,9 @@ TIMEOUT_S: Final = 1.0
 """For connecting, for sending, for each reply, and for a free connection."""
 RETRY_DELAYS_S: Final = (0.05, 0.3)
 MAX_CONNECTIONS: Final = 64
+READ_PATIENCE: Final = 5
+"""How many times longer a reply that may be as large as a session may take."""
+MAX_READ_CONNECTIONS: Final = 16
 
 _TRANSIENT: Final = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError)
 """Broken or refused connections, BUSY LOADING, no answer in time, a primary that has just become a replica."""
@@ -63,22 +66,13 @@ class RedisLink:
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.name: Final = hide_password(url)
-        self._pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            decode_responses=False,
-        )
-        self._redis = Redis(connection_pool=self._pool)
+        self._redis = _client(url, MAX_CONNECTIONS, timeout_s, timeout_s)
+        self._reader = _client(url, MAX_READ_CONNECTIONS, timeout_s, timeout_s * READ_PATIENCE)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def command(self, what: str, *args: bytes | str | int) -> Any:
         """Send one command; `what` completes the sentence "could not …"."""
-        return await self._call(what, lambda: self._execute(*args))
+        return await self._call(what, lambda: _execute(self._redis, *args))
 
     async def commands(self, what: str, commands: Sequence[tuple[bytes | str | int, ...]]) -> list[Any]:
         """Send all commands in one write and read all replies, any of which may be a `ResponseError`."""
@@ -93,14 +87,11 @@ class RedisLink:
         return await self._call(what, run)
 
     async def script(self, what: str, script: Script, call: Call) -> Any:
-        async def run() -> Any:
-            arguments = (len(call.keys), *call.keys, *call.args)
-            try:
-                return await self._execute("EVALSHA", script.sha, *arguments)
-            except exceptions.NoScriptError:
-                return await self._execute("EVAL", script.text, *arguments)
+        return await self._call(what, lambda: _evaluate(self._redis, script, call))
 
-        return await self._call(what, run)
+    async def read(self, what: str, script: Script, call: Call) -> Any:
+        """Call a script that changes nothing and whose reply may be large."""
+        return await self._call(what, lambda: _evaluate(self._reader, script, call))
 
     async def scripts(self, what: str, script: Script, calls: Sequence[Call]) -> list[Any]:
         """Send all calls in one write and read all replies. A reply may be a `ResponseError` that the script itself
@@ -114,9 +105,6 @@ class RedisLink:
             return replies
 
         return await self._call(what, run)
-
-    async def _execute(self, *args: bytes | str | float) -> Any:
-        return await self._redis.execute_command(*args)  # type: ignore[no-untyped-call]
 
     async def _pipeline(self, script: Script, calls: Sequence[Call], *, load: bool) -> list[Any]:
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -143,15 +131,43 @@ class RedisLink:
                 if delay is None:
                     raise StoreUnavailableError(f"the store could not {what}: {one_line(error)}") from error
                 # What broke one connection has often broken the idle ones too.
-                await self._pool.disconnect(inuse_connections=False)
+                for client in (self._redis, self._reader):
+                    await client.connection_pool.disconnect(inuse_connections=False)
             await asyncio.sleep(delay)
 
     async def close(self) -> None:
         """Let what is under way end (each command is bounded by its time-outs), then close the connections."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
-        await self._redis.aclose()
-        await self._pool.disconnect()
+        for client in (self._redis, self._reader):
+            await client.aclose()
+            await client.connection_pool.disconnect()
+
+
+def _client(url: str, max_connections: int, timeout_s: float, reply_timeout_s: float) -> Redis:
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=reply_timeout_s,
+        socket_timeout=reply_timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+        decode_responses=False,
+    )
+    return Redis(connection_pool=pool)
+
+
+async def _execute(client: Redis, *args: bytes | str | float) -> Any:
+    return await client.execute_command(*args)  # type: ignore[no-untyped-call]
+
+
+async def _evaluate(client: Redis, script: Script, call: Call) -> Any:
+    arguments = (len(call.keys), *call.keys, *call.args)
+    try:
+        return await _execute(client, "EVALSHA", script.sha, *arguments)
+    except exceptions.NoScriptError:
+        return await _execute(client, "EVAL", script.text, *arguments)
 
 
 def is_transient(error: BaseException) -> bool:

@@ -230,7 +230,7 @@ class RedisStore:
         """See `Store.load`."""
         keys = _Keys(user)
         names = keys.session(session, "session", "metas", "texts", "tokens", "order", "generating")
-        reply = await self._link.script("read a session", self._load, Call(names, keys.live(session)))
+        reply = await self._link.read("read a session", self._load, Call(names, keys.live(session)))
         if reply is None:
             return None
         seq, record, sizes, body = reply
@@ -248,7 +248,7 @@ class RedisStore:
     async def events(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
         """See `Store.events`."""
         names = _Keys(user).session(session, "session", "events")
-        reply = await self._link.script("read events", self._events, Call(names, (after,)))
+        reply = await self._link.read("read events", self._events, Call(names, (after,)))
         if reply is None:
             return None
         return [_read_event(session, seq, *parts) for seq, parts in enumerate(_cut(*reply), start=after + 1)]

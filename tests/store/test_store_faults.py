@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chatserve.chat.events import BranchSelected
-from chatserve.chat.redis_link import RedisLink
+from chatserve.chat.redis_link import MAX_CONNECTIONS, MAX_READ_CONNECTIONS, RedisLink
 from chatserve.chat.redis_store import RedisStore, open_store
 from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Transaction
 from chatserve.errors import NotFoundError, StartupError, StoreUnavailableError
@@ -128,11 +128,11 @@ async def test_connections_killed_in_mid_command_lose_and_double_nothing(
 async def test_connections_that_fell_silent_are_replaced_together(proxy: Proxy, user: UserId) -> None:
     store = RedisStore(RedisLink(proxy.url, timeout_s=0.1), event_history=10)
     await store.commit(create(user, "s"))
-    await asyncio.gather(*(store.load(user, SessionId("s")) for _ in range(10)))
-    assert proxy.num_connections >= 5
+    await asyncio.gather(*(store.ping() for _ in range(10)), *(store.load(user, SessionId("s")) for _ in range(10)))
+    assert proxy.num_connections >= 10
     proxy.stall()
     assert (await store.commit(select(user, "s"))).first_seq == 1
-    await asyncio.gather(*(store.load(user, SessionId("s")) for _ in range(10)))
+    await asyncio.gather(*(store.ping() for _ in range(10)), *(store.load(user, SessionId("s")) for _ in range(10)))
     assert proxy.num_ignored == 1
     await store.close()
 
@@ -208,18 +208,23 @@ async def test_a_cancelled_command_never_hands_its_reply_to_another(
         await asyncio.gather(*(disturbed(chance.choice(sessions)) for _ in range(60)))
     proxy.delay_s = 0.0
     assert await asyncio.gather(*map(read, sessions)) == sessions
-    assert proxy.num_connections <= 64
+    assert proxy.num_connections <= MAX_CONNECTIONS + MAX_READ_CONNECTIONS
 
 
-async def test_a_cancelled_write_is_done_whole(proxied: RedisStore, proxy: Proxy, user: UserId) -> None:
+async def test_a_cancelled_write_is_done_whole(
+    proxied: RedisStore, proxy: Proxy, store: RedisStore, user: UserId
+) -> None:
     await proxied.commit(create(user, "s"))
     proxy.delay_s = 0.05
-    writing = asyncio.create_task(proxied.append([delta(user, "s", i, f"{i}") for i in range(50)]))
+    writing = asyncio.create_task(proxied.append([delta(user, "s", i, f"{i},") for i in range(50)]))
     await asyncio.sleep(0)
     writing.cancel()
     await asyncio.wait({writing})
     assert writing.cancelled()
     await proxied.close()  # waits for it
+    state = await store.load(user, SessionId("s"))
+    assert state is not None
+    assert state.messages[0].text == "".join(f"{i}," for i in range(50))
 
 
 async def test_a_store_that_does_not_answer_is_unavailable_in_bounded_time(server: EmbeddedStore, user: UserId) -> None:
@@ -365,7 +370,7 @@ async def test_a_url_that_is_none_is_refused_in_one_line(url: str) -> None:
 async def test_each_scheme_has_its_kind_of_connection() -> None:
     for url, kind in (("redis://h", "Connection"), ("rediss://h", "SSLConnection"), ("unix:///s", "Unix")):
         link = RedisLink(url)
-        assert link._pool.connection_class.__name__.startswith(kind)
+        assert link._redis.connection_pool.connection_class.__name__.startswith(kind)
         await link.close()
 
 
