@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -34,6 +36,13 @@ WATCH = """
 """
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what has no event of its own."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  the server's and Playwright's own state, which nobody announces
+            await asyncio.sleep(0.01)
+
+
 class Tab:
     """A page, and the few things that every test does with one."""
 
@@ -41,8 +50,11 @@ class Tab:
         self.page = page
         self.server = server
         self.problems: list[str] = []
+        self.sent: list[dict[str, Any]] = []
+        """Every frame that the page has sent."""
         page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
         page.on("request", self._note_request)
+        page.on("websocket", lambda socket: socket.on("framesent", lambda data: self.sent.append(json.loads(data))))
         page.on("console", self._note_console)
 
     def _note_request(self, request: Any) -> None:

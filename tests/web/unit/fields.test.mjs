@@ -4,6 +4,7 @@ import { test } from "node:test";
 import { INITIAL_STATE, reduce } from "../../../web/js/reducer.js";
 import { PARAM_RANGES, readParam, wellFormed } from "../../../web/js/protocol.js";
 import { readStop } from "../../../web/js/views/settings.js";
+import { ending, progress } from "../../../web/js/views/standing.js";
 import { outline } from "../../../web/js/views/tree.js";
 
 test("a number is taken inside its range only, ends included where they are allowed", () => {
@@ -25,6 +26,21 @@ test("stop strings are one a line, with escapes, at most eight", () => {
 
 test("lone surrogates do not travel, pairs do", () => {
   assert.equal(wellFormed("a\uD83Db\uDE00c😀"), "a\uFFFDb\uFFFDc😀");
+});
+
+test("a queue, a prompt and each kind of ending are said in words; text and a plain end need none", () => {
+  const live = { text: "", phase: "waiting", position: null, started: null };
+  assert.match(progress(live), /Waiting/);
+  assert.match(progress({ ...live, phase: "queued", position: 3 }), /queue, position 3/);
+  assert.match(progress({ ...live, phase: "prompt", started: { prompt_tokens: 1200, computed_tokens: 7 } }), /7 new tokens of 1,200/);
+  assert.equal(progress({ ...live, phase: "writing" }), "");
+  const message = (status, end) => ending({ status, end });
+  assert.equal(message("done", { reason: "stop" }), "");
+  assert.match(message("done", { reason: "length" }), /continued/);
+  assert.match(message("stopped", null), /^Stopped\.$/);
+  assert.match(message("stopped", { reason: "orphaned" }), /no page/);
+  assert.match(message("interrupted", null), /kept/);
+  assert.match(message("failed", { reason: "error", detail: "out of blocks" }), /out of blocks/);
 });
 
 test("only a fork indents the outline", () => {

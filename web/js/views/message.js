@@ -7,8 +7,9 @@
  */
 
 import { MarkdownView } from "../markdown/render.js";
-import { count, copyButton, h, iconButton, setAttribute } from "./dom.js";
+import { copyButton, h, iconButton, setAttribute } from "./dom.js";
 import { receipt } from "./receipt.js";
+import { ending, progress } from "./standing.js";
 
 /** @typedef {import("../reducer.js").Message} Message */
 /** @typedef {import("../reducer.js").Live} Live */
@@ -31,35 +32,6 @@ import { receipt } from "./receipt.js";
  * @property {(message: string) => void} remove
  * @property {(message: string, text: string) => Promise<boolean>} edit   whether it was accepted
  */
-
-/** @param {Message} message */
-function ending(message) {
-  const reason = message.end?.reason;
-  switch (message.status) {
-    case "stopped":
-      return reason === "orphaned" ? "Stopped, because no page was open any more." : "Stopped.";
-    case "interrupted":
-      return "Interrupted: the server went away while this was being written. What had come is kept.";
-    case "failed":
-      return `Failed: ${message.end?.detail ?? "the server gave up on this answer."}`;
-    default:
-      return reason === "length" ? "Cut at the longest answer allowed. It can be continued." : "";
-  }
-}
-
-/** @param {Live} live */
-function progress(live) {
-  switch (live.phase) {
-    case "queued":
-      return `In the queue${live.position === null ? "" : `, position ${count(live.position)}`}…`;
-    case "prompt":
-      return `Reading ${count(live.started?.computed_tokens ?? 0)} new tokens of ${count(live.started?.prompt_tokens ?? 0)}…`;
-    case "waiting":
-      return "Waiting for the model…";
-    default:
-      return "";
-  }
-}
 
 export class MessageView {
   /**
