@@ -194,6 +194,7 @@ class ChatClient:
         self._changed = asyncio.Condition()
         self._reader: asyncio.Task[None] | None = None
         self.close_code: int | None = None
+        self._pongs = 0
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -269,6 +270,12 @@ class ChatClient:
         assert self.close_code is not None
         return self.close_code
 
+    async def settle(self) -> None:
+        """Wait until what the server had to say before now has arrived: a pong comes after it on the same socket."""
+        pongs = self._pongs
+        await self.send({"type": "ping"})
+        await self.until(lambda: self._pongs > pongs)
+
     # --- conveniences over requests -----------------------------------------------------------------------------------
 
     async def create(self, **fields: Any) -> str:
@@ -341,6 +348,8 @@ class ChatClient:
         type_ = frame["type"]
         if type_ == "welcome":
             self.welcome = frame
+        elif type_ == "pong":
+            self._pongs += 1
         elif type_ == "ping":
             await self.send({"type": "pong"})
         elif type_ in {"ack", "error"}:
@@ -358,7 +367,7 @@ class ChatClient:
         elif type_ in EVENT_TYPES:
             self.sessions[frame["session"]].apply(frame)
         else:
-            assert type_ in {"pong", "sessions.changed", "degraded", "recovered"}, f"unknown frame {frame}"
+            assert type_ in {"sessions.changed", "degraded", "recovered"}, f"unknown frame {frame}"
 
     def _snapshot(self, frame: Frame) -> None:
         session = frame["session"]

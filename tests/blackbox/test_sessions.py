@@ -108,7 +108,7 @@ async def test_after_the_ack_of_close_no_event_of_the_session_follows(connect: C
         await watcher.request("session.close", session=session)
         frames_then = len(watcher.frames)
         await client.ended(session, reply)
-        await watcher.request("session.list", limit=1)
+        await watcher.settle()
         late = [f for f in watcher.frames[frames_then:] if f.get("session") == session]
         assert [f["type"] for f in late if f["type"] != "sessions.changed"] == []
 

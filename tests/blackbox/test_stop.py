@@ -102,7 +102,7 @@ async def test_a_resumed_stream_can_be_stopped(connect: Connect) -> None:
     async with second:
         await second.request("generation.stop", session=session, message=reply)
         count = len(mirror.log)
-        await second.request("session.list", limit=1)
+        await second.settle()
         assert [e["type"] for e in mirror.log[count:] if e["type"] == "generation.delta"] == []
         assert mirror.ended[reply][0]["reason"] == "cancelled"
 

@@ -87,7 +87,7 @@ async def test_overflow_is_an_error_with_both_counts_and_creates_nothing(connect
         frame = failed.value.frame
         assert frame["prompt_tokens"] > frame["context_tokens"] == client.welcome["context_tokens"]
         assert str(frame["prompt_tokens"]) in frame["detail"]
-        await client.request("session.list", limit=1)
+        await client.settle()
         assert not mirror.messages
 
 

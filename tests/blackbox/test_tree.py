@@ -63,12 +63,14 @@ async def test_regenerate_makes_a_sibling_and_leaves_other_forks_alone(connect: 
         user, two = await client.turn(session, "next", one)
         await client.turn(session, "else", one)
         await client.request("branch.select", session=session, message=user)
+        await client.settle()
         assert mirror.leaf == two
         ack = await client.request("message.regenerate", session=session, message=one)
         await client.ended(session, ack["reply"])
         assert mirror.children(root) == [one, ack["reply"]]
         assert mirror.leaf == ack["reply"]
         await client.request("branch.select", session=session, message=one)
+        await client.settle()
         assert mirror.leaf == two, "the fork below keeps its last choice"
         mirror.check()
 
@@ -113,6 +115,7 @@ async def test_delete_takes_the_subtree_and_the_leaf_moves_to_a_living_message(c
         await client.turn(session, "deeper", two)
         ack = await client.request("message.delete", session=session, message=user)
         assert ack["deleted"] == 4
+        await client.settle()
         assert mirror.leaf == one
         assert len(mirror.messages) == 2
         root = mirror.messages[one]["parent"]
@@ -176,7 +179,7 @@ async def test_requests_that_name_the_wrong_thing_create_nothing(
         with pytest.raises(RequestFailedError) as failed:
             await client.request(request_type, session=session, **filled)
         assert failed.value.code == code
-        await client.request("session.list", limit=1)
+        await client.settle()
         assert mirror.seq == seq
 
 
