@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -132,7 +133,8 @@ class RedisLink:
                     raise StoreUnavailableError(f"the store could not {what}: {one_line(error)}") from error
                 # What broke one connection has often broken the idle ones too.
                 for client in (self._redis, self._reader):
-                    await client.connection_pool.disconnect(inuse_connections=False)
+                    with suppress(*_UNREACHED):
+                        await client.connection_pool.disconnect(inuse_connections=False)
             await asyncio.sleep(delay)
 
     async def close(self) -> None:
@@ -140,8 +142,9 @@ class RedisLink:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         for client in (self._redis, self._reader):
-            await client.aclose()
-            await client.connection_pool.disconnect()
+            with suppress(*_UNREACHED):
+                await client.aclose()
+                await client.connection_pool.disconnect()
 
 
 def _client(url: str, max_connections: int, timeout_s: float, reply_timeout_s: float) -> Redis:

@@ -30,8 +30,9 @@ from chatserve.chat.session_requests import SessionRequests
 from chatserve.chat.sessions import Sessions
 from chatserve.chat.store import SessionPage, SessionState, Store
 from chatserve.chat.turns import Turns
+from chatserve.chat.watched_store import WatchedStore
 from chatserve.config import Limits
-from chatserve.errors import EngineUnavailableError
+from chatserve.errors import EngineUnavailableError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class ChatService:
         self._clock = clock
         self._engine_down_since: float | None = None
         self._health = StoreHealth(store, publish=self._store_health, clock=clock)
+        store = WatchedStore(store, self._health.report_down)
         sessions = Sessions(store, self._health, publish)
         link = EngineLink(engine, on_up=self._engine_up, on_down=self._engine_down)
         generations = Generations(
@@ -272,7 +274,12 @@ class ChatService:
         async def work(request: Request) -> None:
             await self._turns.stop(request, user, session, message)
 
-        await self._once(user, request_id, ("generation.stop", session, message), answer, work)
+        try:
+            await self._once(user, request_id, ("generation.stop", session, message), answer, work)
+        except StoreUnavailableError:
+            # Its end cannot be stored now, but nobody wants the text either.
+            self._turns.stop_unheard(user, session, message)
+            raise
 
     # --- following ----------------------------------------------------------------------------------------------------
 

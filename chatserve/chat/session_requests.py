@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -131,7 +132,10 @@ class SessionRequests:
                 created.append(record.session)
         except ChatError:
             for session in created:
-                await core.store.commit(Transaction(user=user, session=session, delete=True))
+                if (live := core.sessions.peek(user, session)) is not None:
+                    core.sessions.remove(live)
+                with contextlib.suppress(ChatError):
+                    await core.store.commit(Transaction(user=user, session=session, delete=True))
             raise
         return created
 

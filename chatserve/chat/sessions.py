@@ -209,7 +209,6 @@ class Sessions:
             committed = await self._store.commit(change)
         except StoreUnavailableError:
             live.is_uncertain = True
-            self._health.report_down()
             raise
         if committed.answer is not None:
             return committed.answer
@@ -239,11 +238,7 @@ class Sessions:
             async with lock:
                 if (live := self._live.get(session)) is not None:
                     return live
-                try:
-                    state = await self._store.load(user, session)
-                except StoreUnavailableError:
-                    self._health.report_down()
-                    raise
+                state = await self._store.load(user, session)
                 if state is None:
                     raise _not_found()
                 return self.add(state)
@@ -252,12 +247,8 @@ class Sessions:
                 self._loading.pop(session, None)
 
     async def _reload(self, live: LiveSession) -> None:
-        try:
-            missed = await self._store.events(live.user, live.session, live.seq)
-            state = await self._store.load(live.user, live.session)
-        except StoreUnavailableError:
-            self._health.report_down()
-            raise
+        missed = await self._store.events(live.user, live.session, live.seq)
+        state = await self._store.load(live.user, live.session)
         if state is None:
             self.remove(live)
             return

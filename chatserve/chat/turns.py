@@ -25,7 +25,7 @@ from chatserve.errors import (
     RateLimitedError,
     TooLargeError,
 )
-from chatserve.types import MessageId, SamplingParams, SessionId, UserId, validate_params
+from chatserve.types import FinishReason, MessageId, SamplingParams, SessionId, UserId, validate_params
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,6 +133,12 @@ class Turns:
         change = Transaction(user=user, session=session, idempotency=request.idempotency({}))
         await core.sessions.commit(live, change, lambda: None)
         request.answer({})
+
+    def stop_unheard(self, user: UserId, session: SessionId, message: MessageId) -> None:
+        """Stop without an answer, for when the store is away."""
+        live = self._core.sessions.peek(user, session)
+        if live is not None and (generation := live.generations.get(message)) is not None:
+            self._core.generations.stop(generation, FinishReason.CANCELLED)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

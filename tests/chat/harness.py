@@ -115,6 +115,18 @@ def view_of(state: SessionState) -> tuple[int, str | None, str, list[tuple[Any, 
     return state.seq, state.record.leaf, state.record.title, rows
 
 
+class Talkative(FakeRunner):
+    """Never ends an answer by itself."""
+
+    def __init__(self, encoder: PromptEncoder, *, num_blocks: int = 256, **options: Any) -> None:
+        super().__init__(vocab_size=encoder.vocab_size, num_blocks=num_blocks, **options)
+        self._never = frozenset(encoder.stop_token_ids)
+
+    def _sample(self, sequence: Any) -> int:
+        token = super()._sample(sequence)
+        return token + 1 if token in self._never else token
+
+
 class Scripted:
     """A model that says what it is told: `texts` in turn, one for each prompt, then a stop token."""
 
@@ -146,7 +158,7 @@ class Harness:
         **engine: Any,
     ) -> None:
         self.encoder = encoder
-        self.runner = runner or FakeRunner(vocab_size=encoder.vocab_size, num_blocks=256)
+        self.runner = runner or Talkative(encoder)
         self.engine_options = engine
         self.client = InlineEngineClient(self.make_engine())
         self.store = store or MemoryStore()

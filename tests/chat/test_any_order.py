@@ -12,9 +12,8 @@ import pytest
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import ChatError
 from chatserve.types import SessionId
-from tests.chat.harness import ANN, Harness, view_of
+from tests.chat.harness import ANN, Harness, Talkative, view_of
 from tests.chat.test_faults import FlakyStore
-from tests.fakes.fake_runner import FakeRunner
 from tests.fakes.memory_store import MemoryStore
 
 Encoders = dict[str, PromptEncoder]
@@ -116,8 +115,7 @@ async def test_random_requests_while_the_store_and_the_engine_fail(encoders: Enc
                 elif harness.client.info is not None:
                     harness.client.kill()
                     await harness.until(lambda: harness.health[-1:] and ("engine", False) in harness.health)
-                    runner = FakeRunner(vocab_size=harness.encoder.vocab_size, num_blocks=256)
-                    harness.client.revive(harness.make_engine(runner))
+                    harness.client.revive(harness.make_engine(Talkative(harness.encoder)))
                     await harness.until(lambda: harness.client.info is not None)
             store.plan = []
 

@@ -11,7 +11,7 @@ import pytest
 from chatserve.chat.completion import Chunk
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import BadParamsError, ChatError, ContextOverflowError, EngineUnavailableError
-from tests.chat.harness import ANN, Harness, Scripted
+from tests.chat.harness import ANN, Harness, Scripted, Talkative
 from tests.fakes.fake_runner import FakeRunner
 
 Encoders = dict[str, PromptEncoder]
@@ -113,9 +113,7 @@ async def test_it_goes_on_after_the_engine_died_once_and_fails_after_twice(encod
                     deaths -= 1
                     harness.client.kill()
                     await harness.until(lambda: harness.health[-1:] == [("engine", False)])
-                    harness.client.revive(
-                        harness.make_engine(FakeRunner(vocab_size=harness.encoder.vocab_size, num_blocks=256))
-                    )
+                    harness.client.revive(harness.make_engine(Talkative(harness.encoder)))
             return text
 
         undisturbed = await collect(0)

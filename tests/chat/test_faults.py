@@ -11,15 +11,10 @@ from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.store import Committed, Delta, Transaction
 from chatserve.engine.paths import PathTable
 from chatserve.errors import EngineUnavailableError, StoreUnavailableError
-from tests.chat.harness import ANN, Harness, refused, view_of
-from tests.fakes.fake_runner import FakeRunner
+from tests.chat.harness import ANN, Harness, Talkative, refused, view_of
 from tests.fakes.memory_store import MemoryStore
 
 Encoders = dict[str, PromptEncoder]
-
-
-def runner_like(encoder: PromptEncoder, num_blocks: int = 256) -> FakeRunner:
-    return FakeRunner(vocab_size=encoder.vocab_size, num_blocks=num_blocks)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -34,7 +29,7 @@ async def test_a_dead_engines_answers_go_on_as_if_it_had_lived(encoders: Encoder
         harness.client.kill()
         await harness.until(lambda: ("engine", False) in harness.health)
         assert isinstance(await refused(harness.say(session, "meanwhile")), EngineUnavailableError)
-        harness.client.revive(harness.make_engine(runner_like(encoder)))
+        harness.client.revive(harness.make_engine(Talkative(encoder)))
         end = await harness.ended(session, reply)
         assert ("engine", True) in harness.health
         assert len(harness.mirrors[session].starts[reply]) == 1
@@ -58,7 +53,7 @@ async def test_what_ran_at_two_deaths_is_not_tried_again_but_what_waited_is(enco
             await harness.writing(session, killer, length + 5)
             harness.client.kill()
             await harness.until(lambda: harness.client.info is None)
-            harness.client.revive(harness.make_engine(runner_like(encoder)))
+            harness.client.revive(harness.make_engine(Talkative(encoder)))
         end = await harness.ended(session, killer)
         assert (end.reason, end.status, end.code) == ("error", "failed", "engine_unavailable")
         assert "2 times" in end.detail
@@ -77,7 +72,7 @@ async def test_stop_works_while_the_engine_is_away(encoders: Encoders) -> None:
         await harness.until(lambda: ("engine", False) in harness.health)
         await harness.call("stop_generation", session=session, message=reply)
         assert harness.mirrors[session].ends[reply][0].reason == "cancelled"
-        harness.client.revive(harness.make_engine(runner_like(encoders["chatml"])))
+        harness.client.revive(harness.make_engine(Talkative(encoders["chatml"])))
         await harness.turn(session, "goes on", reply, max_tokens=2)
         await harness.idle()
 
@@ -101,7 +96,7 @@ async def test_a_turn_that_a_new_engine_knows_nothing_of_sends_all_ids(encoders:
         session = await harness.create(params={"max_tokens": 5})
         _, one = await harness.turn(session, "first")
         harness.client.kill()
-        harness.client.revive(harness.make_engine(runner_like(encoder)))
+        harness.client.revive(harness.make_engine(Talkative(encoder)))
         await harness.until(lambda: harness.client.info is not None)
         _, two = await harness.turn(session, "second", one)
         assert harness.started(session, two).cached_tokens == 0

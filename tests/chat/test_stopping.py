@@ -9,8 +9,7 @@ import pytest
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import NotFoundError
 from chatserve.types import FinishReason
-from tests.chat.harness import ANN, Harness, refused
-from tests.fakes.fake_runner import FakeRunner
+from tests.chat.harness import ANN, Harness, Talkative, refused
 
 Encoders = dict[str, PromptEncoder]
 
@@ -52,7 +51,7 @@ async def test_a_stop_around_the_last_token_ends_it_once(encoders: Encoders, tur
 
 
 async def test_stop_before_the_first_token_of_a_long_prompt(encoders: Encoders) -> None:
-    runner = FakeRunner(vocab_size=encoders["chatml"].vocab_size, num_blocks=600, context_tokens=9000)
+    runner = Talkative(encoders["chatml"], num_blocks=600, context_tokens=9000)
     async with Harness(encoders["chatml"], runner=runner, max_batched_tokens=64) as harness:
         session = await harness.create()
         _, reply = await harness.say(session, "word " * 1500)

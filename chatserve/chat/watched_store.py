@@ -1,0 +1,57 @@
+"""A store that tells someone when it does not answer, whoever was asking. Adds nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from chatserve.chat.events import AnyEvent
+from chatserve.chat.store import Committed, Delta, SessionPage, SessionState, Store, Transaction
+from chatserve.errors import StoreUnavailableError
+from chatserve.types import SessionId, UserId
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+T = TypeVar("T")
+
+
+class WatchedStore:
+    """Implements `Store`; calls `on_unavailable` before an operation raises `StoreUnavailableError`."""
+
+    def __init__(self, store: Store, on_unavailable: Callable[[], None]) -> None:
+        self._store = store
+        self._on_unavailable = on_unavailable
+
+    async def commit(self, change: Transaction) -> Committed:
+        return await self._watch(self._store.commit(change))
+
+    async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
+        return await self._watch(self._store.append(deltas))
+
+    async def answer(self, user: UserId, request_id: str) -> tuple[str, bytes] | None:
+        return await self._watch(self._store.answer(user, request_id))
+
+    async def load(self, user: UserId, session: SessionId) -> SessionState | None:
+        return await self._watch(self._store.load(user, session))
+
+    async def events(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
+        return await self._watch(self._store.events(user, session, after))
+
+    async def list_sessions(self, user: UserId, limit: int, cursor: str | None, query: str | None) -> SessionPage:
+        return await self._watch(self._store.list_sessions(user, limit, cursor, query))
+
+    async def unfinished(self) -> list[tuple[UserId, SessionId]]:
+        return await self._watch(self._store.unfinished())
+
+    async def ping(self) -> None:
+        await self._watch(self._store.ping())
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def _watch(self, operation: Awaitable[T]) -> T:
+        try:
+            return await operation
+        except StoreUnavailableError:
+            self._on_unavailable()
+            raise
