@@ -199,13 +199,13 @@ class EmbeddedStore:
         """See a killed run's server out, then clear away what it left."""
         pid = self._left_over_pid()
         if pid is not None:
-            os.kill(pid, signal.SIGTERM)
-            if not _wait_for_exit(pid, SHUTDOWN_TIMEOUT_S):
-                os.kill(pid, signal.SIGKILL)
-                if not _wait_for_exit(pid, SHUTDOWN_TIMEOUT_S):
-                    raise StartupError(
-                        f"the store of an earlier run (process {pid}) cannot be ended; end it, then retry"
-                    )
+            for way in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, way)
+                if _wait_for_exit(pid, SHUTDOWN_TIMEOUT_S):
+                    break
+            else:
+                raise StartupError(f"the store of an earlier run (process {pid}) cannot be ended; end it, then retry")
         self._forget()
 
     def _left_over_pid(self) -> int | None:

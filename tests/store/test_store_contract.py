@@ -147,7 +147,8 @@ async def test_events_are_numbered_from_one_without_gaps_and_come_back_in_order(
     assert whole == [msgspec.structs.replace(event, seq=seq) for seq, event in enumerate(expected, 1)]
     for after in range(6):
         assert await store.events(user, SESSION, after) == whole[after:]
-    assert await store.events(user, SESSION, 6) is None
+    for after in (6, -1, 2**53, 10**30):
+        assert await store.events(user, SESSION, after) is None
 
 
 async def test_a_range_that_was_trimmed_is_none_and_never_a_part(server: EmbeddedStore, user: UserId) -> None:
