@@ -213,8 +213,9 @@ def error_text(error: ChatError, given: dict[str, Any] | None = None, **fields: 
             frame[name] = value
     frame |= fields
     frame |= {"code": error.code, "detail": error.detail, "retryable": error.retryable}
-    # What stands in the frame by contract is not overwritten by what travels beside it.
-    frame = {**error.fields, **frame}
+    for name, value in error.fields.items():
+        # What stands in the frame by contract is not overwritten by what travels beside it.
+        frame.setdefault(name, value)
     return msgspec.json.encode(frame).decode()
 
 
