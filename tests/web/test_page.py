@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, BrowserContext, expect
 
+from chatserve.types import LOCAL_USER, SessionId
 from tests.server.harness import Server, running_server
 from tests.web.answers import Answers, in_pieces, make_pieces_dir
 from tests.web.conftest import WATCH, Tab, until
@@ -386,9 +387,28 @@ async def test_settings_are_checked_here_and_kept_there(tab: Tab) -> None:
     await tab.page.fill("#param-temperature", "")
     await tab.page.press("#param-temperature", "Tab")
     await expect(tab.page.locator(".settings-status")).to_have_text("Saved")
-    state = await tab.server.context.service.export("local", tab.session)  # type: ignore[arg-type]
+    state = await tab.server.context.service.export(LOCAL_USER, SessionId(tab.session))
     assert state["params"] == {}
     assert state["system"] == "Be brief."
+
+
+async def test_settings_made_before_the_first_message_are_the_new_chats_alone(tab: Tab) -> None:
+    await tab.ask("An older chat")
+    older = tab.session
+    await tab.page.locator("#new-chat").click()
+    await expect(tab.page.locator("#title")).to_have_text("New chat")
+    await tab.page.get_by_role("button", name="Chat settings").click()
+    await tab.page.fill("#system", "Be kind.")
+    await tab.page.fill("#param-top_k", "5")
+    await tab.page.press("#param-top_k", "Tab")
+    await tab.ask("A new chat")
+    export = tab.server.context.service.export
+    new = await export(LOCAL_USER, SessionId(tab.session))
+    assert (new["system"], new["params"]) == ("Be kind.", {"top_k": 5})
+    old = await export(LOCAL_USER, SessionId(older))
+    assert (old["system"], old["params"]) == (None, {})
+    await tab.page.locator("#new-chat").click()
+    await expect(tab.page.locator("#system")).to_have_value("")
 
 
 async def test_a_phone_needs_no_sideways_scrolling(browser: Browser, server: Server, answers: Answers) -> None:

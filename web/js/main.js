@@ -275,7 +275,7 @@ function draw() {
   sidebar.render(state);
   banner.render(state);
   composer.render(state);
-  if (!byId("settings").hidden || state.shown !== null) settings.render(state);
+  settings.render(state);
   if (conversation.render(state)) schedule();
 }
 
