@@ -43,6 +43,8 @@ ANSWER_TIMEOUT_S: Final = 30.0
 SHUTDOWN_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.02
 MAX_LOG_BYTES: Final = 1 << 20
+ROOM_BYTES: Final = 1 << 20
+"""Must be free at the start: on a full disk the server starts and then refuses every write."""
 
 _TIED_TO_PARENT: Final = (
     # A line says that the parent sees to the end itself; the end of the file, that there is no parent.
@@ -159,6 +161,14 @@ class EmbeddedStore:
         self.socket_path = short_socket_path(self._wanted_socket)
         if self.log_path.exists() and self.log_path.stat().st_size > MAX_LOG_BYTES:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
+        probe = self.directory / "probe"
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(ROOM_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
 
     def _arguments(self) -> list[str]:
         options = {

@@ -261,6 +261,17 @@ def test_a_directory_that_cannot_be_made_is_one_clear_line(make: Callable[..., E
     assert "\n" not in str(failed.value)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_is_one_clear_line(make: Callable[..., EmbeddedStore]) -> None:
+    store = make()
+    store.directory.mkdir(parents=True)
+    (store.directory / "probe").symlink_to("/dev/full")
+    with pytest.raises(StartupError, match="No space left on device; free some space") as failed:
+        store.start()
+    assert "\n" not in str(failed.value)
+    store.start()  # the probe is gone, and there is room
+
+
 FAKE_SERVER = """\
     #!{python}
     import socket, sys

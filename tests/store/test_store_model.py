@@ -227,7 +227,7 @@ def test_the_store_equals_its_model(server: EmbeddedStore) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=20,
+            max_examples=15,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
