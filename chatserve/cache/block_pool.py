@@ -59,6 +59,10 @@ class BlockPool(Generic[IdT]):
     def is_held(self, block_id: IdT) -> bool:
         return self._holds[block_id] > 0
 
+    def is_used(self, block_id: IdT) -> bool:
+        """Somebody owns it, or a copy reads or writes it."""
+        return self._owner[block_id] in (PRIVATE, CACHED) or self._holds[block_id] > 0
+
     def acquire(self) -> IdT:
         """Take a free block as private. The caller has looked at `num_free`."""
         block_id = self._free.pop() if self._free else self._reusable.popitem()[0]

@@ -52,7 +52,7 @@ class TransferBook:
         self._tree = tree
         self._device = device
         self._host = host
-        self._swap_out: list[SwapOut] = []
+        self._swap_out: dict[HostBlockId, SwapOut] = {}
         self._swap_in: list[tuple[SwapIn, Node]] = []
         self._copies: dict[BlockId, tuple[BlockCopy, Node]] = {}
         self._kept: list[Node] = []
@@ -64,12 +64,15 @@ class TransferBook:
     # --- planning -----------------------------------------------------------------------------------------------------
 
     def swap_out(self, node: Node, dst: HostBlockId) -> None:
-        """Move an idle leaf to the host. Its device block can be used again by the very step that copies it out."""
+        """Move an idle leaf to the host. Its device block can be used again by the very step that copies it out.
+
+        A host block is held from when the swap is handed out: a long path that leaves at once for a small host pool
+        pushes its own end out again, and only the last swap into a block is made.
+        """
         src = self._tree.displace(node)
         self._tree.place_on_host(node, dst)
-        self._host.hold(dst)
         self._device.vacate(src)
-        self._swap_out.append(SwapOut(src=src, dst=dst))
+        self._swap_out[dst] = SwapOut(src=src, dst=dst)
 
     def swap_in(self, node: Node, dst: BlockId) -> None:
         """Bring a node back to the device, into a private block that becomes its own. It stays on the host as well."""
@@ -128,14 +131,17 @@ class TransferBook:
     def take(self) -> Transfers:
         """Hand out all that is planned."""
         transfers = Transfers(
-            swap_out=tuple(self._swap_out),
+            swap_out=tuple(out for out in self._swap_out.values() if self._host.is_used(out.dst)),
             swap_in=tuple(swap for swap, _ in self._swap_in),
             copies=tuple(copy for copy, _ in self._copies.values()),
         )
-        if not transfers:
-            assert not self._kept, "a block is kept for a copy that is not planned"
-            return transfers
-        self._running.append(_Batch(transfers, self._device.close_step(), self._planned_pins()))
+        batch = _Batch(transfers, self._device.close_step(), self._planned_pins())
+        for out in transfers.swap_out:
+            self._host.hold(out.dst)
+        if transfers:
+            self._running.append(batch)
+        else:
+            self._let_go(batch)
         self._kept.clear()
         self._swap_out.clear()
         self._swap_in.clear()
@@ -151,7 +157,10 @@ class TransferBook:
             return
         index = next((i for i, batch in enumerate(self._running) if batch.transfers is transfers), None)
         assert index is not None, "these transfers are not running"
-        batch = self._running.pop(index)
+        self._let_go(self._running.pop(index))
+
+    def _let_go(self, batch: _Batch) -> None:
+        transfers = batch.transfers
         for block_id in batch.vacated:
             self._device.unhold(block_id)
         for out in transfers.swap_out:
@@ -174,11 +183,10 @@ class TransferBook:
         assert len(set(written)) == len(written), "two copies of one step write the same block"
         read = {copy.src for copy, _ in self._copies.values()}
         assert not read & set(self._copies), "a copy reads what another one of the same step writes"
-        assert len({out.dst for out in self._swap_out}) == len(self._swap_out)
         for block_id in (*written, *read):
             assert self._device.is_held(block_id), f"device block {block_id} is copied but not held"
-        for host_block_id in (*(out.dst for out in self._swap_out), *(swap.src for swap, _ in self._swap_in)):
-            assert self._host.is_held(host_block_id), f"host block {host_block_id} is copied but not held"
+        for swap, _ in self._swap_in:
+            assert self._host.is_held(swap.src), f"host block {swap.src} is copied but not held"
 
     def _is_planned(self, node: Node) -> bool:
         return any(node.block_id in (copy.src, copy.dst) for copy, _ in self._copies.values())

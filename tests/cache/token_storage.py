@@ -197,7 +197,10 @@ class Cache:
         assert running is not None
         while running.num_computed < len(token_ids):
             end = min(running.num_computed + chunk, len(token_ids))
-            assert self.grow("chat", end)
+            if not self.grow("chat", end):
+                # The block that its last one is copied from cannot be had before the copy has been made.
+                end = len(running.table) * self.block_size
+                assert end > running.num_computed
             self.step({"chat": end - running.num_computed})
         self.finish("chat")
         self.step()
@@ -213,6 +216,11 @@ class Cache:
                 assert self.storage.device[node.block_id][: len(token_ids)] == token_ids
             if node.host_block_id is not None:
                 assert self.storage.host[node.host_block_id][: len(token_ids)] == token_ids
+
+    def read_back(self) -> None:
+        """Every running request reads its own tokens. Only where nothing planned concerns it."""
+        for name, running in self.running.items():
+            self._expect_own_tokens(name, running)
 
     def expect_idle(self) -> None:
         """Nothing runs: no pin, no transit, nothing private, and all blocks add up."""
