@@ -24,6 +24,8 @@ OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 """Asked by probes under whatever name they know; they tell nothing."""
 
 SECURITY_HEADERS: Final = {
+    # For whatever is no page: nothing that comes from here may do anything by itself. The page has its own.
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",

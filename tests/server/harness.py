@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.redis_store import RedisStore, open_store
 from chatserve.chat.store import Store
 from chatserve.config import Limits, ServeSettings, WebSettings
 from chatserve.sched.plan import StepPlan
@@ -26,6 +27,7 @@ from chatserve.server.app import build_app, running
 from chatserve.server.auth import Authenticator, token_line
 from chatserve.server.context import Context
 from chatserve.server.worker import bind, serve
+from chatserve.supervisor.embedded_store import EmbeddedStore
 from tests.fakes.engines import make_engine
 from tests.fakes.fake_runner import FakeRunner
 from tests.fakes.inline_engine import InlineEngineClient
@@ -164,6 +166,22 @@ class PacedEngine(InlineEngineClient):
         """After `kill`: another engine takes the dead one's place."""
         self.runner = self._make_runner()
         self.revive(make_engine(self.runner, max_queued=self._max_queued))
+
+
+@contextlib.asynccontextmanager
+async def embedded_store(*, event_history: int = 4096) -> AsyncIterator[RedisStore]:
+    """The real store on the packaged Valkey, for `running_server(store=…)`."""
+    with tempfile.TemporaryDirectory(prefix="chatserve-store-") as folder:
+        embedded = EmbeddedStore(Path(folder) / "store", Path(folder) / "s.sock")
+        embedded.start()
+        try:
+            store = await open_store(embedded.url, event_history=event_history)
+            try:
+                yield store
+            finally:
+                await store.close()
+        finally:
+            embedded.stop()
 
 
 @contextlib.asynccontextmanager

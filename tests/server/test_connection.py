@@ -17,7 +17,8 @@ from chatserve.config import Limits
 from chatserve.server import protocol
 from chatserve.types import SessionId, UserId
 from tests.blackbox.client import ChatClient, Frame, Mirror, RequestFailedError
-from tests.server.harness import Server, running_server
+from tests.fakes.memory_store import MemoryStore
+from tests.server.harness import Server, embedded_store, running_server
 
 
 @pytest.fixture
@@ -44,6 +45,10 @@ async def close_code(socket: Any) -> int | None:
     return code
 
 
+UPGRADE = (
+    b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
 HELLO = {"type": "hello", "protocol": "chat.v1"}
 
 
@@ -129,12 +134,17 @@ class Cut(ChatClient):
 
 
 @pytest.mark.parametrize("event_history", [4096, 6])
-async def test_a_client_cut_at_any_frame_any_number_of_times_ends_with_the_same_tree(event_history: int) -> None:
-    async with (
-        running_server(event_history=event_history, token_delay_s=0.002) as server,
-        ChatClient(server.ws_url) as driver,
-    ):
-        for frames_a_life in range(1, 13):
+@pytest.mark.parametrize("kind", ["memory", "valkey"])
+async def test_a_client_cut_at_any_frame_any_number_of_times_ends_with_the_same_tree(
+    kind: str, event_history: int
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        store: Any = MemoryStore(event_history=event_history)
+        if kind == "valkey":
+            store = await stack.enter_async_context(embedded_store(event_history=event_history))
+        server = await stack.enter_async_context(running_server(store=store, token_delay_s=0.002))
+        driver = await stack.enter_async_context(ChatClient(server.ws_url))
+        for frames_a_life in range(1, 10):
             session, mirror = await driver.started_session(title="t")
             _, reply = await driver.say(session, "hello", max_tokens=24)
             # Lives of one frame get nowhere, so each is followed by a longer one.
@@ -234,10 +244,7 @@ async def test_a_client_that_never_hangs_up_is_cut_off(monkeypatch: pytest.Monke
     monkeypatch.setattr("chatserve.server.sockets.GOODBYE_TIMEOUT_S", 0.1)
     async with running_server() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(
-            b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-        )
+        writer.write(UPGRADE)
         assert b"101" in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"\x81\x8f\x00\x00\x00\x00" + b'{"type":"ping"}')
         close = await reader.readexactly(4)
@@ -281,6 +288,18 @@ async def test_a_frame_at_the_limit_and_one_in_pieces_are_taken(server: Server) 
     await socket.send(b'{"type":"ping"}')
     assert json.loads(await socket.recv())["code"] == "bad_frame"
     await socket.close()
+
+
+async def test_text_that_is_no_utf8_closes_with_1007_as_websockets_demand(server: Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(UPGRADE)
+    assert b"101" in await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"\x81\x81\x00\x00\x00\x00\xff")
+    close = await asyncio.wait_for(reader.readexactly(4), 5)
+    assert (close[0], int.from_bytes(close[2:4])) == (0x88, 1007)
+    writer.close()
+    async with ChatClient(server.ws_url) as client:
+        assert await client.create()
 
 
 async def test_too_many_connections_of_one_user_are_closed_with_4029() -> None:

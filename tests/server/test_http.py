@@ -186,14 +186,15 @@ async def test_the_page_runs_no_script_but_its_own(http: httpx.AsyncClient) -> N
     assert "unsafe" not in page.headers["content-security-policy"]
     assert f"ws://{http.base_url.netloc.decode()}" in policy["connect-src"]
     for name, value in SECURITY_HEADERS.items():
-        assert page.headers[name] == value
+        assert page.headers[name] == value or name == "content-security-policy"
     assert "<script>" not in page.text
     assert " onload=" not in page.text
     assert (await http.get("/static/index.html")).status_code == 200
     assert (await http.get("/static/../pyproject.toml")).status_code == 404
     assert (await http.get("/static/%2e%2e/pyproject.toml")).status_code == 404
     for answer in (await http.get("/healthz"), await http.get("/nowhere"), await http.get("/static/index.html")):
-        assert answer.headers["x-content-type-options"] == "nosniff"
+        for name, value in SECURITY_HEADERS.items():
+            assert answer.headers[name] == value
 
 
 async def test_foreign_hosts_and_origins_are_refused(http: httpx.AsyncClient) -> None:
