@@ -117,8 +117,8 @@ async def complete(
                 yield Chunk(text=text)
         if listener.end.reason is FinishReason.ERROR:
             raise _error(listener.end)
-        if listener.end.reason is FinishReason.CANCELLED and not listener.output.stopped:
-            raise EngineUnavailableError("the model is being stopped")
+        if listener.end.reason in {FinishReason.CANCELLED, FinishReason.INTERRUPTED} and not listener.output.stopped:
+            raise EngineUnavailableError(listener.end.detail or "the model is being stopped")
         length = listener.end.reason is FinishReason.LENGTH and not listener.output.stopped
         yield Chunk(text=listener.take_text(), finish_reason="length" if length else "stop", usage=_usage(listener))
     finally:

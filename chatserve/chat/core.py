@@ -51,7 +51,6 @@ class Core:
     executor: ThreadPoolExecutor
     clock: Callable[[], float]
     """Seconds since the epoch."""
-    monotonic: Callable[[], float]
     new_id: Callable[[], str]
     publish_changed: PublishChanged
 

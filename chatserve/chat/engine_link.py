@@ -175,6 +175,21 @@ class EngineLink:
         except EngineUnavailableError:
             log.debug("the engine went away while %s was being cancelled", run.name)  # EngineDown will end it
 
+    def abandon_stranded(self) -> None:
+        """No engine came back in time: give up what waits for one."""
+        stranded, self._stranded = self._stranded, []
+        for run in stranded:
+            detail = "the model did not come back in time"
+            self._end(
+                run,
+                RunEnd(
+                    reason=FinishReason.INTERRUPTED,
+                    num_output_tokens=len(run.output_ids),
+                    code=EngineUnavailableError.code,
+                    detail=detail,
+                ),
+            )
+
     async def listen(self) -> None:
         """Run the loop over the engine's events, until they end."""
         async for event in self._engine.events():

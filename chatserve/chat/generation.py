@@ -75,6 +75,8 @@ class Generation:
         self._num_timed = 0
         self._started: Started | None = None
         self._unsent: list[Piece] = []
+        self.num_unsent = 0
+        """Tokens that wait for the store."""
         self._stored_text = [record.text]
         self._stored_ids: list[int] = list(record.token_ids)
         self._num_stored = 0
@@ -82,6 +84,8 @@ class Generation:
     # --- what the engine says -----------------------------------------------------------------------------------------
 
     def on_queued(self, position: int) -> None:
+        if self.notices and isinstance(self.notices[-1], GenerationQueued):
+            self.notices.pop()  # nobody has heard of that position yet
         self.notices.append(GenerationQueued(session=self.session, message=self.message, position=position))
         self._on_change(self)
 
@@ -138,11 +142,6 @@ class Generation:
         is_written = not self.notices and not any(piece.text for piece in self._unsent)
         return self.end is not None and not self.is_finishing and is_written
 
-    @property
-    def num_unsent(self) -> int:
-        """Tokens that wait for the store."""
-        return sum(len(piece.token_ids) for piece in self._unsent)
-
     def take_delta(self) -> Delta | None:
         """All that is settled and not yet stored, as one write; it must be stored before the next is taken."""
         text = "".join(piece.text for piece in self._unsent)
@@ -150,6 +149,7 @@ class Generation:
             return None
         token_ids = tuple(i for piece in self._unsent for i in piece.token_ids)
         self._unsent.clear()
+        self.num_unsent = 0
         return Delta(
             user=self.user,
             session=self.session,
@@ -215,6 +215,7 @@ class Generation:
     def _hold(self, piece: Piece) -> None:
         if piece.token_ids or piece.text:
             self._unsent.append(piece)
+            self.num_unsent += len(piece.token_ids)
 
     def _usage(self, completion_tokens: int) -> Usage:
         started = self._started

@@ -48,6 +48,7 @@ class Generations:
         encoder: PromptEncoder,
         health: StoreHealth,
         orphan_grace_s: float,
+        watch: Callable[[asyncio.Task[None]], None],
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
@@ -57,6 +58,7 @@ class Generations:
         self._encoder = encoder
         self._health = health
         self._orphan_grace_s = orphan_grace_s
+        self._watch = watch
         self._clock = clock
         self._monotonic = monotonic
         self._dirty: dict[Generation, None] = {}
@@ -191,6 +193,7 @@ class Generations:
                 task = asyncio.create_task(self._finish(generation), name=f"end of {generation.message}")
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
+                task.add_done_callback(self._watch)
 
     async def _write_notices(self, generation: Generation) -> None:
         events, generation.notices = tuple(generation.notices), []

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
+_RELAPSE_S: Final = 10.0
+"""A store that fails again so soon answers pings but not writes: it is asked less and less often."""
+_LONGEST_RELAPSE_PAUSE_S: Final = 5.0
 
 T = TypeVar("T")
 
@@ -37,6 +40,8 @@ class StoreHealth:
         self._up.set()
         self._down = asyncio.Event()
         self._prober: asyncio.Task[None] | None = None
+        self._recovered_at = float("-inf")
+        self._pause_s = _FIRST_PAUSE_S
 
     @property
     def is_up(self) -> bool:
@@ -56,6 +61,8 @@ class StoreHealth:
         if self.is_up:
             self._up.clear()
             self._down.set()
+            relapsed = asyncio.get_running_loop().time() - self._recovered_at < _RELAPSE_S
+            self._pause_s = min(2 * self._pause_s, _LONGEST_RELAPSE_PAUSE_S) if relapsed else _FIRST_PAUSE_S
             log.error("the store does not answer; new turns are refused, what is generated is kept in memory")
             self._publish("store", self._clock())
             self._prober = asyncio.create_task(self._probe(), name="store prober")
@@ -90,15 +97,16 @@ class StoreHealth:
             await asyncio.gather(self._prober, return_exceptions=True)
 
     async def _probe(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s = self._pause_s
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = max(pause_s, min(2 * pause_s, _LONGEST_PAUSE_S))
             try:
                 await self._store.ping()
             except StoreUnavailableError:
                 continue
             log.warning("the store answers again")
+            self._recovered_at = asyncio.get_running_loop().time()
             self._down.clear()
             self._up.set()
             self._publish("store", None)

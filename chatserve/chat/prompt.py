@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from chatserve.chat.template import FALLBACK_TEMPLATE, ChatTemplate
@@ -56,7 +55,9 @@ class PromptEncoder:
         self._operator_prompts = frozenset(operator_prompts)
         self._template_digest = hashlib.sha256(self.template.source.encode()).hexdigest()
         self.stop_token_ids = self._find_stop_tokens(model_dir, special)
-        self._shared_ids = lru_cache(maxsize=64)(self._find_shared_ids)
+        # Found once, here: an operator's prompt may be long, and this is asked for on the event loop.
+        self._shared_ids = {system: self._find_shared_ids(system) for system in (None, *self._operator_prompts)}
+        self._template_ids = _common_start([self.encode_root(probe, "a") for probe in _PROBES])
 
     @property
     def vocab_size(self) -> int:
@@ -100,20 +101,12 @@ class PromptEncoder:
         These may be shared between users. A system prompt that a user wrote is private, as is every token that a
         private text has a part in.
         """
-        shared = self._shared_ids(system if system in self._operator_prompts or system is None else _PRIVATE)
-        return _common_prefix(shared, root_ids)
+        return _common_prefix(self._shared_ids.get(system, self._template_ids), root_ids)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _find_shared_ids(self, system: str | None) -> tuple[int, ...]:
-        if system is _PRIVATE:
-            prompts = [self.encode_root(probe, "a") for probe in _PROBES]
-        else:
-            prompts = [self.encode_root(system, probe) for probe in _PROBES]
-        shared = prompts[0]
-        for other in prompts[1:]:
-            shared = shared[: _common_prefix(shared, other)]
-        return shared
+        return _common_start([self.encode_root(system, probe) for probe in _PROBES])
 
     def _find_stop_tokens(self, model_dir: Path, special: dict[str, str]) -> tuple[int, ...]:
         found: set[int] = set()
@@ -126,11 +119,13 @@ class PromptEncoder:
         return tuple(sorted(i for i in found if 0 <= i < self.vocab_size))
 
 
-_PRIVATE: Final = "\x00a system prompt of a user's own"
-
-
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _common_start(several: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    shortest = min(several, key=len)
+    return shortest[: min(_common_prefix(shortest, other) for other in several)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,36 +1,28 @@
 """The chat service: everything that `chat.v1` can ask for, without a socket in sight.
 
-Owns the parts (sessions, generations, the link to the engine) and the two tasks that keep them going: one takes in what
-the engine says, one writes what it produced. The server above hands in requests and gets their answers and events
-through the callbacks it passes; the store and the engine below are reached through their interfaces alone.
+The server above hands in requests, and gets their answers and events through the callbacks it passes. This is the face
+of the package alone: `turns` and `session_requests` do the work, `runtime` keeps the parts going.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
-from chatserve.chat import recovery
 from chatserve.chat.completion import Chunk, complete
-from chatserve.chat.core import Core, PublishChanged
-from chatserve.chat.engine_link import EngineClient, EngineLink
+from chatserve.chat.core import PublishChanged
+from chatserve.chat.engine_link import EngineClient
 from chatserve.chat.events import AnyEvent
-from chatserve.chat.generations import Generations
-from chatserve.chat.health import StoreHealth
 from chatserve.chat.prompt import PromptEncoder
-from chatserve.chat.requests import Request, Requests
+from chatserve.chat.requests import Requests
+from chatserve.chat.runtime import Runtime
 from chatserve.chat.session_requests import SessionRequests
-from chatserve.chat.sessions import Sessions
 from chatserve.chat.store import SessionPage, SessionState, Store
 from chatserve.chat.turns import Turns
-from chatserve.chat.watched_store import WatchedStore
 from chatserve.config import Limits
 from chatserve.errors import EngineUnavailableError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
@@ -40,11 +32,6 @@ if TYPE_CHECKING:
 
     from chatserve.chat.requests import Answer
     from chatserve.chat.sessions import Publish
-
-log = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_S: Final = 3.0
-"""How long a stopping server waits for the ends of its generations to be stored."""
 
 
 class ChatService:
@@ -63,49 +50,36 @@ class ChatService:
         publish_changed: PublishChanged,
         publish_health: Callable[[str, float | None], None],
         orphan_grace_s: float = 60.0,
+        engine_patience_s: float = 300.0,
+        on_crash: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         """`publish` gets the events of one session in the order of their numbers; `publish_health` a component and the
-        time since which it has been away, None when it is back. `clock` is in seconds since the epoch.
+        time since which it has been away, None when it is back. What waits for an engine longer than
+        `engine_patience_s` is interrupted. `on_crash` is called when one of the service's own tasks dies of a bug
+        (None: the process is told to end). `clock` is in seconds since the epoch.
         """
-        self._publish_health = publish_health
-        self._clock = clock
-        self._engine_down_since: float | None = None
-        self._health = StoreHealth(store, publish=self._store_health, clock=clock)
-        store = WatchedStore(store, self._health.report_down)
-        sessions = Sessions(store, self._health, publish)
-        link = EngineLink(engine, on_up=self._engine_up, on_down=self._engine_down)
-        generations = Generations(
+        self._runtime = Runtime(
             store=store,
-            sessions=sessions,
-            link=link,
-            encoder=encoder,
-            health=self._health,
-            orphan_grace_s=orphan_grace_s,
-            clock=clock,
-            monotonic=monotonic,
-        )
-        sessions.on_reloaded = generations.adopt
-        self._core = Core(
-            store=store,
-            sessions=sessions,
-            link=link,
-            generations=generations,
+            engine=engine,
             encoder=encoder,
             limits=limits,
-            executor=ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer"),
+            publish=publish,
+            publish_changed=publish_changed,
+            publish_health=publish_health,
+            orphan_grace_s=orphan_grace_s,
+            engine_patience_s=engine_patience_s,
+            on_crash=on_crash,
             clock=clock,
             monotonic=monotonic,
             new_id=new_id,
-            publish_changed=publish_changed,
         )
-        self._requests = Requests(store)
+        self._core = self._runtime.core
+        self._requests = Requests(self._core.store)
         self._session_requests = SessionRequests(self._core)
         self._turns = Turns(self._core)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._settling: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Mark what a dead process left unfinished as interrupted, then begin.
@@ -113,26 +87,12 @@ class ChatService:
         Raises:
             StoreUnavailableError: the store is away.
         """
-        await recovery.interrupt_unfinished(self._core.store)
-        self._tasks = [
-            asyncio.create_task(self._core.link.listen(), name="engine events"),
-            asyncio.create_task(self._core.generations.write(), name="text writer"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(_log_crash)
+        await self._runtime.start()
 
     async def close(self) -> None:
         """Interrupt what is being generated, store that, and stop."""
         await self._requests.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._core.generations.close()
-        self._core.generations.abandon()
-        for task in (*self._tasks, *self._settling):
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._settling, return_exceptions=True)
-        await self._health.close()
-        self._core.executor.shutdown(wait=False, cancel_futures=True)
+        await self._runtime.close()
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -151,10 +111,8 @@ class ChatService:
         system: object = None,
         params: object = None,
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._session_requests.create(request, user, title=title, system=system, params=params)
-
-        await self._once(user, request_id, ("session.create", title, system, params), answer, work)
+        fields = {"title": title, "system": system, "params": params}
+        await self._once("session.create", self._session_requests.create, user, request_id, answer, fields)
 
     async def update_session(
         self,
@@ -167,26 +125,18 @@ class ChatService:
         system: object = UNSET,
         params: object = UNSET,
     ) -> None:
-        given = {k: v for k, v in (("title", title), ("system", system), ("params", params)) if v is not UNSET}
-
-        async def work(request: Request) -> None:
-            await self._session_requests.update(request, user, session, title=title, system=system, params=params)
-
-        await self._once(user, request_id, ("session.update", session, given), answer, work)
+        fields = {"session": session, "title": title, "system": system, "params": params}
+        await self._once("session.update", self._session_requests.update, user, request_id, answer, fields)
 
     async def delete_session(self, user: UserId, request_id: str, *, answer: Answer, session: SessionId) -> None:
-        async def work(request: Request) -> None:
-            await self._session_requests.delete(request, user, session)
-
-        await self._once(user, request_id, ("session.delete", session), answer, work)
+        fields = {"session": session}
+        await self._once("session.delete", self._session_requests.delete, user, request_id, answer, fields)
 
     async def fork_session(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._session_requests.fork(request, user, session, message)
-
-        await self._once(user, request_id, ("session.fork", session, message), answer, work)
+        fields = {"session": session, "message": message}
+        await self._once("session.fork", self._session_requests.fork, user, request_id, answer, fields)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -201,10 +151,8 @@ class ChatService:
         text: str,
         params: object = None,
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._turns.send(request, user, session, parent, text, params)
-
-        await self._once(user, request_id, ("message.send", session, parent, text, params), answer, work)
+        fields = {"session": session, "parent": parent, "text": text, "params": params}
+        await self._once("message.send", self._turns.send, user, request_id, answer, fields)
 
     async def edit_message(
         self,
@@ -217,10 +165,8 @@ class ChatService:
         text: str,
         params: object = None,
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._turns.edit(request, user, session, message, text, params)
-
-        await self._once(user, request_id, ("message.edit", session, message, text, params), answer, work)
+        fields = {"session": session, "message": message, "text": text, "params": params}
+        await self._once("message.edit", self._turns.edit, user, request_id, answer, fields)
 
     async def regenerate_message(
         self,
@@ -232,10 +178,8 @@ class ChatService:
         message: MessageId,
         params: object = None,
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._turns.regenerate(request, user, session, message, params)
-
-        await self._once(user, request_id, ("message.regenerate", session, message, params), answer, work)
+        fields = {"session": session, "message": message, "params": params}
+        await self._once("message.regenerate", self._turns.regenerate, user, request_id, answer, fields)
 
     async def continue_message(
         self,
@@ -247,35 +191,27 @@ class ChatService:
         message: MessageId,
         params: object = None,
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._turns.continue_(request, user, session, message, params)
-
-        await self._once(user, request_id, ("message.continue", session, message, params), answer, work)
+        fields = {"session": session, "message": message, "params": params}
+        await self._once("message.continue", self._turns.continue_, user, request_id, answer, fields)
 
     async def delete_message(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._turns.delete(request, user, session, message)
-
-        await self._once(user, request_id, ("message.delete", session, message), answer, work)
+        fields = {"session": session, "message": message}
+        await self._once("message.delete", self._turns.delete, user, request_id, answer, fields)
 
     async def select_branch(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._turns.select(request, user, session, message)
-
-        await self._once(user, request_id, ("branch.select", session, message), answer, work)
+        fields = {"session": session, "message": message}
+        await self._once("branch.select", self._turns.select, user, request_id, answer, fields)
 
     async def stop_generation(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
-        async def work(request: Request) -> None:
-            await self._turns.stop(request, user, session, message)
-
+        fields = {"session": session, "message": message}
         try:
-            await self._once(user, request_id, ("generation.stop", session, message), answer, work)
+            await self._once("generation.stop", self._turns.stop, user, request_id, answer, fields)
         except StoreUnavailableError:
             # Its end cannot be stored now, but nobody wants the text either.
             self._turns.stop_unheard(user, session, message)
@@ -349,37 +285,14 @@ class ChatService:
 
     async def _once(
         self,
+        kind: str,
+        do: Callable[..., Awaitable[None]],
         user: UserId,
         request_id: str,
-        body: tuple[Any, ...],
         answer: Answer,
-        work: Callable[[Request], Awaitable[None]],
+        fields: dict[str, Any],
     ) -> None:
-        self._health.require()
-        await self._requests.once(user, request_id, body, answer, work)
-
-    def _store_health(self, component: str, since: float | None) -> None:
-        self._publish_health(component, since)
-        if since is None:
-            task = asyncio.create_task(self._settle(), name="settle uncertain writes")
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
-
-    async def _settle(self) -> None:
-        await self._health.persist(self._core.sessions.settle)
-
-    def _engine_up(self) -> None:
-        if self._engine_down_since is not None:
-            self._engine_down_since = None
-            self._publish_health("engine", None)
-
-    def _engine_down(self) -> None:
-        if self._engine_down_since is None:
-            self._engine_down_since = self._clock()
-            log.warning("the engine is away; what it was generating goes on when it is back")
-            self._publish_health("engine", self._engine_down_since)
-
-
-def _log_crash(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("%s has crashed", task.get_name(), exc_info=error)
+        """Do a request with these fields, unless it was done."""
+        self._runtime.health.require()
+        given = {name: value for name, value in fields.items() if value is not UNSET}
+        await self._requests.once(user, request_id, (kind, given), answer, lambda request: do(request, user, **fields))

@@ -155,6 +155,7 @@ class Harness:
         runner: FakeRunner | None = None,
         limits: Limits | None = None,
         orphan_grace_s: float = 60.0,
+        engine_patience_s: float = 60.0,
         **engine: Any,
     ) -> None:
         self.encoder = encoder
@@ -164,6 +165,8 @@ class Harness:
         self.store = store or MemoryStore()
         self.limits = limits or Limits()
         self.orphan_grace_s = orphan_grace_s
+        self.engine_patience_s = engine_patience_s
+        self.crashes: list[str] = []
         self.mirrors: dict[str, Mirror] = {}
         self.changed: list[tuple[str, str | None, bool]] = []
         self.health: list[tuple[str, bool]] = []
@@ -181,6 +184,8 @@ class Harness:
             publish_changed=self._publish_changed,
             publish_health=self._publish_health,
             orphan_grace_s=self.orphan_grace_s,
+            engine_patience_s=self.engine_patience_s,
+            on_crash=lambda: self.crashes.append("crash"),
             clock=lambda: float(next(self._ids)),
         )
 
@@ -198,6 +203,7 @@ class Harness:
         self.service.check()
         await self.service.close()
         await self.client.close()
+        assert not self.crashes
 
     async def crash(self) -> None:
         """The web process dies without a word; its engine requests die with it."""

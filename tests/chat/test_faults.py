@@ -116,6 +116,22 @@ async def test_a_path_that_the_engine_forgot_is_sent_again(encoders: Encoders) -
         await harness.idle()
 
 
+async def test_an_engine_that_never_comes_back_interrupts_what_waits_for_it(encoders: Encoders) -> None:
+    async with Harness(encoders["chatml"], engine_patience_s=0.0) as harness:
+        session = await harness.create()
+        _, reply = await harness.say(session, "on", max_tokens=3000)
+        await harness.writing(session, reply, 5)
+        harness.client.kill()
+        end = await harness.ended(session, reply)
+        assert (end.reason, end.status) == ("interrupted", "interrupted")
+        assert harness.text(session, reply)
+        harness.client.revive(harness.make_engine(Talkative(encoders["chatml"])))
+        await harness.until(lambda: harness.client.info is not None)
+        await harness.turn(session, "goes on", reply, max_tokens=2)
+        await harness.idle()
+        await harness.check()
+
+
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
