@@ -88,8 +88,10 @@ class Authenticator:
     """Maps tokens to users; `required` tells whether there are tokens at all."""
 
     def __init__(self, tokens_file: Path | None) -> None:
-        """Raises:
-        StartupError: the file is missing or malformed.
+        """Read the file, if there is one.
+
+        Raises:
+            StartupError: it is missing or malformed.
         """
         self._path = tokens_file
         self._stamp: _Stamp | None = None

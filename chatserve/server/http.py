@@ -48,8 +48,10 @@ def context_of(request: Request) -> Context:
 
 
 def user_of(request: Request) -> UserId:
-    """Raises:
-    UnauthorizedError: there are tokens, and the request's is none of them.
+    """Whose request it is.
+
+    Raises:
+        UnauthorizedError: there are tokens, and the request's is none of them.
     """
     user = context_of(request).authenticator.user(bearer(request.headers.get("authorization")))
     if user is None:
