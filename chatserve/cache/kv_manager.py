@@ -8,11 +8,8 @@ have been computed: seal, share), and `finish` or `preempt`, after which its pat
 needed.
 A step's: `take_transfers`, then the runner makes them and computes, then `transfers_done`.
 
-A table grows only at its end. What looks like an exception is not one:
-- Two requests compute the same block at once. The one that commits second keeps computing into its own block, which
-  stays private until it finishes, and goes on below the node of the first.
-- The shared prefix ends inside a block. A public, frozen copy of that block's beginning is made from the block of
-  whoever computed it first; that request's own table is untouched.
+Its parts: `block_pool` and `host_pool` know who owns a block, `block_tree` what it holds, `evictor` what goes first,
+`transfers` which copies are planned or running, `pager` makes room, `publisher` puts computed blocks into the tree.
 """
 
 from __future__ import annotations
@@ -21,10 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chatserve.cache.block_pool import CACHED, PRIVATE, BlockPool
-from chatserve.cache.block_tree import PUBLIC_TAG, BlockTree, Node, Path
+from chatserve.cache.block_tree import BlockTree, Node, Path
 from chatserve.cache.host_pool import HostPool
+from chatserve.cache.invariants import check_cache
 from chatserve.cache.lease import Lease
-from chatserve.cache.siblings import TOKEN_BYTES, num_common, pack
+from chatserve.cache.pager import Pager
+from chatserve.cache.publisher import Publisher
+from chatserve.cache.siblings import TOKEN_BYTES, pack
 from chatserve.cache.transfers import TransferBook
 from chatserve.engine.messages import PoolCounts
 from chatserve.sched.plan import Transfers
@@ -70,15 +70,13 @@ class KVManager:
         self.block_size = block_size
         self._low = num_blocks // 50 if low_watermark is None else low_watermark
         self._high = max(self._low, num_blocks // 25 if high_watermark is None else high_watermark)
-        self._block_bytes = block_size * TOKEN_BYTES
         self._device: BlockPool[BlockId] = BlockPool(num_blocks)
         self._host = HostPool(num_host_blocks)
         self._tree = BlockTree(block_size)
         self._transfers = TransferBook(self._tree, self._device, self._host)
+        self._pager = Pager(self._tree, self._device, self._host, self._transfers)
+        self._publisher = Publisher(self._tree, self._device, self._transfers, self._pager)
         self._leases: dict[RequestId, Lease] = {}
-        self._new_frozen: list[Node] = []
-        """Frozen nodes whose copy may not have been handed out yet."""
-        self._num_dropped = 0
         self._num_preemptions = 0
 
     # --- a request's life ---------------------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ class KVManager:
         tokens = pack(token_ids)
         path = self._affordable(self._tree.find(tokens[:-TOKEN_BYTES], Scope(user)))
         if path is None:
-            if self._abandon_new_frozen():
+            if self._pager.take_back():
                 return self.admit(request_id, token_ids, user, num_shared_tokens)
             return None
         num_matched = len(path.nodes) * self.block_size + path.fork_tokens
@@ -122,11 +120,11 @@ class KVManager:
             num_foreign=len(path.nodes),
             tail=path.fork if path.extends_fork else None,
             tag=b"",
-            frontier=tokens[len(path.nodes) * self._block_bytes : num_matched * TOKEN_BYTES],
+            frontier=tokens[len(path.nodes) * self.block_size * TOKEN_BYTES : num_matched * TOKEN_BYTES],
         )
         if num_shared_tokens % self.block_size and num_matched < num_shared_tokens:
             lease.freeze_at = num_shared_tokens
-        lease.tag = self._frontier_tag(lease) if lease.tail is None else lease.tail.tag
+        lease.tag = self._publisher.frontier_tag(lease) if lease.tail is None else lease.tail.tag
         self._leases[request_id] = lease
         num_swapped_in = self._bring_in(lease, path)
         return Admission(num_matched - num_swapped_in, num_swapped_in, tuple(lease.block_ids))
@@ -137,9 +135,9 @@ class KVManager:
         num_new = -(-num_tokens // self.block_size) - len(lease.block_ids)
         if num_new <= 0:
             return ()
-        if num_new > self._num_available and not (self._abandon_new_frozen() and num_new <= self._num_available):
+        if not self._pager.can_acquire(num_new):
             return None
-        new = self._acquire(num_new)
+        new = self._pager.acquire(num_new)
         lease.block_ids.extend(new)
         return tuple(new)
 
@@ -147,16 +145,7 @@ class KVManager:
         """KV of these next tokens stands in the table's blocks: extend the path, seal and share full blocks."""
         lease = self._leases[request_id]
         assert lease.num_committed + len(token_ids) <= len(lease.block_ids) * self.block_size, "no room was made"
-        tokens = pack(token_ids)
-        start = 0
-        while start < len(tokens):
-            part = tokens[start : start + self._block_bytes - len(lease.frontier)]
-            start += len(part)
-            lease.frontier += part
-            lease.num_committed += len(part) // TOKEN_BYTES
-            if lease.freeze_at is not None and lease.num_committed >= lease.freeze_at:
-                self._freeze(lease)
-            self._publish(lease)
+        self._publisher.append(lease, pack(token_ids))
 
     def finish(self, request_id: RequestId, keep_tokens: int | None = None) -> None:
         """End a request. Its first `keep_tokens` computed tokens (None: all) stay cached, unpinned.
@@ -181,7 +170,7 @@ class KVManager:
 
     def take_transfers(self) -> Transfers:
         """What the next step must do before it computes: all swaps out, then all swaps in, then all copies."""
-        self._new_frozen.clear()
+        self._pager.close_step()
         return self._transfers.take()
 
     def transfers_done(self, transfers: Transfers) -> None:
@@ -192,12 +181,7 @@ class KVManager:
 
     def reclaim(self) -> None:
         """The page daemon: copy cold leaves out ahead of need. It drops nothing, since that would gain nothing."""
-        if self._device.num_free_soon >= self._low:
-            return
-        while self._device.num_free_soon < self._high:
-            victim = self._victim()
-            if victim is None or not self._leave_device(victim):
-                return
+        self._pager.reclaim(self._low, self._high)
 
     def hint(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
         """A request for this path is likely soon: count it as used, and bring it back as far as blocks are free."""
@@ -212,7 +196,7 @@ class KVManager:
                 continue
             if self._device.num_free <= self._low:
                 break
-            self._transfers.swap_in(node, self._device.acquire())
+            self._pager.bring_back(node)
         self._tree.unpin(nodes[-1])
 
     def release(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
@@ -224,7 +208,7 @@ class KVManager:
             for node in reversed(nodes):
                 if node.is_public or node.num_pins or node.children or not self._tree.is_attached(node):
                     break
-                self._forget(node)
+                self._pager.forget(node)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +235,7 @@ class KVManager:
             "copies": self._transfers.num_copies,
             "swapped_out_blocks": self._transfers.num_swapped_out,
             "swapped_in_blocks": self._transfers.num_swapped_in,
-            "dropped_blocks": self._num_dropped + self._host.num_dropped,
+            "dropped_blocks": self._pager.num_dropped + self._host.num_dropped,
             "preemptions": self._num_preemptions,
         }
 
@@ -262,11 +246,6 @@ class KVManager:
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _num_available(self) -> int:
-        """Blocks that are free or that eviction can free: every idle block, one leaf after the other."""
-        return self._device.num_free + self._tree.num_idle
-
     def _affordable(self, path: Path) -> Path | None:
         """The path, or it without its fork, if all of it can be on the device at once beside what is pinned.
 
@@ -276,7 +255,7 @@ class KVManager:
         for option in (path, Path(path.nodes, None, 0, extends_fork=False)):
             nodes = option.nodes if option.fork is None else (*option.nodes, option.fork)
             num_idle = sum(not node.num_pins and node.block_id is not None for node in nodes)
-            if self._num_blocks_to_bring_in(option) <= self._num_available - num_idle:
+            if self._num_blocks_to_bring_in(option) <= self._pager.num_available - num_idle:
                 return option
         return None
 
@@ -293,7 +272,7 @@ class KVManager:
         tree.pin(lease.leaf)
         if fork is not None:
             tree.pin(fork)
-        new = iter(self._acquire(self._num_blocks_to_bring_in(path)))
+        new = iter(self._pager.acquire(self._num_blocks_to_bring_in(path)))
         num_swapped_in = 0
         for node in path.nodes:
             if node.block_id is None:
@@ -323,107 +302,6 @@ class KVManager:
         tree.unpin(fork)
         return num_swapped_in
 
-    # --- publishing ---------------------------------------------------------------------------------------------------
-
-    def _frontier_tag(self, lease: Lease) -> bytes:
-        """A block is public if all of it, and all above it, is shared."""
-        end = (lease.num_sealed + 1) * self.block_size
-        if lease.leaf.is_public and end <= lease.num_shared_tokens:
-            return PUBLIC_TAG
-        return self._tree.tag(lease.scope)
-
-    def _publish(self, lease: Lease) -> None:
-        """The frontier has grown: show it in the tree, and go on below it if its block is full."""
-        tree = self._tree
-        key = lease.tag + lease.frontier
-        is_full = len(lease.frontier) == self._block_bytes
-        twin = lease.leaf.find_child(key)
-        if twin is not None:
-            if lease.tail is not None:
-                self._unpublish(lease)
-            if is_full:
-                self._join(lease, twin)
-                self._seal(lease, twin)
-            return
-        if lease.tail is None:
-            block_id = lease.block_ids[lease.num_sealed]
-            self._device.cache(block_id)
-            lease.tail = tree.insert(lease.leaf, key, block_id)
-            tree.mark_branch(lease.leaf)
-            tree.pin(lease.tail)
-            self._transfers.keep(lease.tail)
-            tree.unpin(lease.leaf)
-        else:
-            self._drop_host_copy(lease.tail)
-            tree.rename(lease.tail, key)
-        lease.tail.has_writer = not is_full
-        if is_full:
-            self._seal(lease, lease.tail)
-
-    def _seal(self, lease: Lease, node: Node) -> None:
-        lease.leaf = node
-        lease.tail = None
-        lease.num_sealed += 1
-        lease.frontier = b""
-        lease.tag = self._frontier_tag(lease)
-
-    def _join(self, lease: Lease, twin: Node) -> None:
-        """Go on below a node that has the tokens of our full block. It takes our block if it has none here."""
-        block_id = lease.block_ids[lease.num_sealed]
-        self._tree.pin(twin)
-        self._tree.unpin(lease.leaf)
-        if twin.block_id is None:
-            self._device.cache(block_id)
-            self._tree.place(twin, block_id)
-            self._transfers.keep(twin)
-        else:
-            lease.twins.append(block_id)
-        lease.num_foreign = lease.num_sealed + 1
-
-    def _unpublish(self, lease: Lease) -> None:
-        """The tail's tokens are another node's too: its block is private again. Copies from it may be under way."""
-        tail = lease.tail
-        assert tail is not None
-        tail.has_writer = False
-        self._drop_host_copy(tail)
-        self._tree.pin(lease.leaf)
-        self._device.uncache(self._tree.displace(tail))
-        self._tree.remove(tail)
-        self._tree.unpin(tail)
-        lease.tail = None
-
-    def _freeze(self, lease: Lease) -> None:
-        """Put the partial end of the shared prefix into the tree, as a copy, so that every user finds it.
-
-        Done where a block can be had for it, and taken back if the room is wanted before the copy has been handed out.
-        """
-        assert lease.freeze_at is not None
-        num_tokens = lease.freeze_at - lease.num_sealed * self.block_size
-        lease.freeze_at = None
-        key = PUBLIC_TAG + lease.frontier[: num_tokens * TOKEN_BYTES]
-        near = () if lease.leaf.children is None else lease.leaf.children.neighbours(key)
-        if any(num_common(node.key, key) * TOKEN_BYTES == len(key) for node in near):
-            return
-        if not lease.leaf.is_public or not self._num_available:
-            return
-        (block_id,) = self._acquire(1)
-        self._device.cache(block_id)
-        frozen = self._tree.insert(lease.leaf, key, block_id)
-        self._transfers.copy(lease.block_ids[lease.num_sealed], block_id, num_tokens, frozen)
-        self._new_frozen.append(frozen)
-        if lease.tail is not None:
-            self._transfers.keep(lease.tail)
-
-    def _abandon_new_frozen(self) -> bool:
-        """Give up frozen nodes that nothing but their own planned copy pins. True if that made room."""
-        made_room = False
-        for node in self._new_frozen:
-            if node.num_pins == 1 and node.block_id is not None and self._transfers.abandon_copy(node.block_id):
-                self._forget(node)
-                made_room = True
-        self._new_frozen.clear()
-        return made_room
-
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def _end(self, request_id: RequestId, keep_tokens: int | None) -> Lease:
@@ -433,7 +311,7 @@ class KVManager:
             self._device.release(block_id)
         if lease.tail is not None:
             lease.tail.has_writer = False
-            self._cut_tail(lease, keep - lease.num_sealed * self.block_size)
+            self._publisher.cut_tail(lease, keep - lease.num_sealed * self.block_size)
         self._tree.unpin(lease.pinned)
         node = lease.leaf
         num_kept = max(-(-keep // self.block_size), lease.num_foreign)
@@ -441,121 +319,12 @@ class KVManager:
             assert node.parent is not None
             lease.leaf = node.parent
             lease.num_sealed -= 1
-            self._forget(node)
+            self._pager.forget(node)
             node = lease.leaf
         return lease
-
-    def _cut_tail(self, lease: Lease, num_tokens: int) -> None:
-        """Keep the first `num_tokens` of the tail, in the same block. Copies being made of it have their own length."""
-        tail = lease.tail
-        assert tail is not None
-        if num_tokens >= tail.num_tokens:
-            return
-        key = lease.tag + lease.frontier[: max(num_tokens, 0) * TOKEN_BYTES]
-        if num_tokens > 0 and lease.leaf.find_child(key) is None:
-            self._drop_host_copy(tail)
-            self._tree.rename(tail, key)
-        else:
-            block_id = lease.block_ids[lease.num_sealed]
-            self._unpublish(lease)
-            self._device.release(block_id)
-
-    def _drop_host_copy(self, node: Node) -> None:
-        if node.host_block_id is not None:
-            self._host.release(self._tree.displace_from_host(node))
-
-    def _forget(self, node: Node) -> None:
-        """Free an idle, childless node on both tiers."""
-        if node.block_id is not None:
-            self._device.release(self._tree.displace(node))
-        self._drop_host_copy(node)
-        self._tree.remove(node)
-
-    # --- eviction -----------------------------------------------------------------------------------------------------
-
-    def _acquire(self, num_blocks: int) -> list[BlockId]:
-        """Take blocks that are known to be available, evicting the coldest leaves for them."""
-        while self._device.num_free < num_blocks:
-            victim = self._victim()
-            assert victim is not None, "fewer blocks than were counted as available"
-            if not self._leave_device(victim):
-                self._drop(victim)
-        return [self._device.acquire() for _ in range(num_blocks)]
-
-    def _victim(self) -> Node | None:
-        return self._tree.device_leaves.victim(protect=self._tree.num_protected <= self.num_blocks // 2)
-
-    def _leave_device(self, node: Node) -> bool:
-        """Move an idle leaf to the host alone; False if it has no place there."""
-        if node.host_block_id is not None:
-            self._device.release(self._tree.displace(node))
-            return True
-        host_block_id = self._host.acquire_for(node, self._tree)
-        if host_block_id is None:
-            return False
-        self._transfers.swap_out(node, host_block_id)
-        return True
-
-    def _drop(self, node: Node) -> None:
-        """Forget an idle node and, since a parent outlives its children, all below it."""
-        below = [node]
-        for parent in below:
-            below.extend(parent.children or ())
-        for each in reversed(below):
-            self._forget(each)
-        self._num_dropped += len(below)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Every invariant of the cache, by a walk over all of it."""
-        self._device.check()
-        self._host.check()
-        self._tree.check()
-        self._transfers.check()
-        nodes = list(self._tree.walk())
-        leases = list(self._leases.values())
-        self._check_pins(nodes, leases)
-        on_device = {node.block_id for node in nodes} - {None}
-        on_host = {node.host_block_id for node in nodes} - {None}
-        assert on_device == {i for i in range(self.num_blocks) if self._device.owner(BlockId(i)) == CACHED}
-        assert len(on_host) == self._host.num_owned, "a host block is lost"
-        idle = [node.block_id for node in nodes if node.block_id is not None and not node.num_pins]
-        assert not any(self._device.is_held(block_id) for block_id in idle), "a copy may be evicted under its feet"
-        private = [block_id for lease in leases for block_id in lease.private_blocks()]
-        assert len(set(private)) == len(private), "two requests write the same block"
-        assert set(private) == {i for i in range(self.num_blocks) if self._device.owner(BlockId(i)) == PRIVATE}
-        writers = [lease.tail for lease in leases if lease.tail is not None]
-        assert len(set(writers)) == len(writers), "a tail has two writers"
-        assert set(writers) == {node for node in nodes if node.has_writer}
-        for lease in leases:
-            self._check_lease(lease)
-
-    def _check_pins(self, nodes: list[Node], leases: list[Lease]) -> None:
-        num_pins = dict.fromkeys([self._tree.root, *nodes], 0)
-        transferred = self._transfers.pinned()
-        gone = {node for node in transferred if not self._tree.is_attached(node)}
-        for node in (*transferred, *(lease.pinned for lease in leases)):
-            num_pins[node] = num_pins.get(node, 0) + 1
-        for node in (*gone, *reversed(nodes)):
-            if num_pins[node]:
-                assert node.parent is not None
-                num_pins[node.parent] += 1
-        for node, expected in num_pins.items():
-            assert node.num_pins == expected, f"{node.num_pins} pins where {expected} are accounted for"
-
-    def _check_lease(self, lease: Lease) -> None:
-        assert lease.num_sealed * self.block_size + len(lease.frontier) // TOKEN_BYTES == lease.num_committed
-        assert lease.num_committed <= len(lease.block_ids) * self.block_size
-        if lease.tail is not None:
-            assert lease.tail.key == lease.tag + lease.frontier
-            assert lease.tail.parent is lease.leaf
-            assert lease.tail.block_id == lease.block_ids[lease.num_sealed]
-        node, depth, twins = lease.leaf, lease.num_sealed, set(lease.twins)
-        while node.parent is not None:
-            depth -= 1
-            assert node.block_id is not None, "a running request's path is not on the device"
-            block_id = lease.block_ids[depth]
-            assert node.block_id == block_id or block_id in twins, "the table has another block than the path"
-            node = node.parent
-        assert depth == 0, "the path is longer or shorter than its depth"
+        check_cache(self._device, self._host, self._tree, self._transfers, list(self._leases.values()))

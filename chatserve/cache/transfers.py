@@ -53,7 +53,7 @@ class TransferBook:
         self._device = device
         self._host = host
         self._swap_out: dict[HostBlockId, SwapOut] = {}
-        self._swap_in: list[tuple[SwapIn, Node]] = []
+        self._swap_in: dict[BlockId, tuple[SwapIn, Node]] = {}
         self._copies: dict[BlockId, tuple[BlockCopy, Node]] = {}
         self._kept: list[Node] = []
         self._running: list[_Batch] = []
@@ -86,7 +86,7 @@ class TransferBook:
         self._host.hold(node.host_block_id)
         self._device.hold(dst)
         self._tree.pin(node)
-        self._swap_in.append((SwapIn(src=node.host_block_id, dst=dst), node))
+        self._swap_in[dst] = SwapIn(src=node.host_block_id, dst=dst), node
 
     def copy(self, src: BlockId, dst: BlockId, num_tokens: int, node: Node) -> None:
         """Copy the first slots of `src`, and keep `node`, from which or for which it is made, in place until then.
@@ -100,13 +100,17 @@ class TransferBook:
         self._tree.pin(node)
         self._copies[dst] = BlockCopy(src=src, dst=dst, num_tokens=num_tokens), node
 
-    def abandon_copy(self, dst: BlockId) -> bool:
-        """Take back a copy that has not been handed out; False if it has."""
-        if dst not in self._copies:
+    def abandon(self, dst: BlockId) -> bool:
+        """Take back the copy or swap that fills a device block; False if it has been handed out."""
+        if dst in self._copies:
+            copy, node = self._copies.pop(dst)
+            self._device.unhold(copy.src)
+        elif dst in self._swap_in:
+            swap, node = self._swap_in.pop(dst)
+            self._host.unhold(swap.src)
+        else:
             return False
-        copy, node = self._copies.pop(dst)
-        self._device.unhold(copy.src)
-        self._device.unhold(copy.dst)
+        self._device.unhold(dst)
         self._tree.unpin(node)
         for kept in [kept for kept in self._kept if not self._is_planned(kept)]:
             self._kept.remove(kept)
@@ -132,7 +136,7 @@ class TransferBook:
         """Hand out all that is planned."""
         transfers = Transfers(
             swap_out=tuple(out for out in self._swap_out.values() if self._host.is_used(out.dst)),
-            swap_in=tuple(swap for swap, _ in self._swap_in),
+            swap_in=tuple(swap for swap, _ in self._swap_in.values()),
             copies=tuple(copy for copy, _ in self._copies.values()),
         )
         batch = _Batch(transfers, self._device.close_step(), self._planned_pins())
@@ -179,17 +183,18 @@ class TransferBook:
         return [node for batch in self._running for node in batch.pinned] + self._planned_pins()
 
     def check(self) -> None:
-        written = [swap.dst for swap, _ in self._swap_in] + list(self._copies)
+        written = [*self._swap_in, *self._copies]
         assert len(set(written)) == len(written), "two copies of one step write the same block"
         read = {copy.src for copy, _ in self._copies.values()}
         assert not read & set(self._copies), "a copy reads what another one of the same step writes"
         for block_id in (*written, *read):
             assert self._device.is_held(block_id), f"device block {block_id} is copied but not held"
-        for swap, _ in self._swap_in:
+        for swap, _ in self._swap_in.values():
             assert self._host.is_held(swap.src), f"host block {swap.src} is copied but not held"
 
     def _is_planned(self, node: Node) -> bool:
         return any(node.block_id in (copy.src, copy.dst) for copy, _ in self._copies.values())
 
     def _planned_pins(self) -> list[Node]:
-        return [*(node for _, node in self._swap_in), *(node for _, node in self._copies.values()), *self._kept]
+        planned = (*self._swap_in.values(), *self._copies.values())
+        return [*(node for _, node in planned), *self._kept]

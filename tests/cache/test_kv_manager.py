@@ -42,12 +42,12 @@ def test_matching_changes_nothing_not_even_what_is_evicted_next() -> None:
             for node in tree.walk()
         ]
 
-    before, victim = state(), cache.kv._victim()
+    before, victim = state(), cache.kv._pager.victim()
     for token_ids in (PROMPT[:8], PROMPT[:6], [50, 51, 9], [77]):
         cache.match(token_ids)
         cache.match(token_ids, user="nobody seen before")
     assert state() == before
-    assert cache.kv._victim() is victim
+    assert cache.kv._pager.victim() is victim
     assert not cache.kv.take_transfers()
 
 
@@ -317,6 +317,19 @@ def test_a_hint_brings_a_path_back_while_blocks_are_free() -> None:
     cache.kv.check()
     cache.step()
     assert cache.kv.match(PROMPT, UserId("ann"), 0).num_cached == 13
+
+
+def test_a_hint_never_costs_a_request_its_room() -> None:
+    cache = swapped_out()
+    cache.kv.release(list(range(100, 130)), UserId("ann"), 0)
+    cache.kv.hint(PROMPT, UserId("ann"), 0)
+    assert cache.kv.counts()[0].pinned == 4
+    running = cache.admit("large", list(range(500, 532)))
+    assert running is not None
+    assert cache.grow("large", 32)
+    assert not cache.kv.take_transfers().swap_in
+    cache.finish("large")
+    assert cache.match(PROMPT) == 13
 
 
 def test_the_page_daemon_copies_out_ahead_of_need_and_drops_nothing() -> None:
