@@ -33,7 +33,7 @@ from chatserve.engine.messages import (
 )
 from chatserve.engine.paths import PathTable, UnknownPathError
 from chatserve.errors import BadParamsError, ContextOverflowError, OverloadedError
-from chatserve.sched.plan import StepFailedError, StepPlan, StepResult
+from chatserve.sched.plan import StepFailedError, StepPlan, StepResult, Transfers
 from chatserve.types import validate_params
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
+_MOST_FAILURES: Final = 3
+"""After so many failed steps in a row it is the process that is broken, not the requests."""
 _FIRST_GUESS_S: Final = 1.0
 """Time between two ends of requests, before any was seen."""
 
@@ -77,6 +79,8 @@ class Engine:
         self._draining = False
         self._stirred = False
         """Blocks may be on the move without any request."""
+        self._num_failures = 0
+        """Steps that failed one after the other, for reasons unknown."""
         self._last_end_s: float | None = None
         self._mean_gap_s = _FIRST_GUESS_S
         self._counters = dict.fromkeys(
@@ -241,8 +245,8 @@ class Engine:
     def step(self) -> StepOutput | None:
         """Run one step, if there is anything to run, and say what happened since the last. None: nothing.
 
-        Raises whatever the runner raises that is no `StepFailedError`, if blocks were on the move in that step: what
-        stands in them is unknown then, and only a new process can go on.
+        Raises what the runner raises where only a new process can go on: while blocks are on the move, because what
+        stands in them is unknown then, and when one step after the other fails.
         """
         if self._scheduler.has_work or self._stirred:
             plan = self._scheduler.schedule()
@@ -253,15 +257,22 @@ class Engine:
         return self._say(outcome)
 
     def _execute(self, plan: StepPlan) -> Outcome:
+        """Transfers first and alone, so that whatever fails after them leaves every cached block as it should be."""
+        rest = plan
+        if plan.transfers:
+            self._runner.execute(StepPlan(plan.step, (), plan.transfers, (), ()))
+            rest = StepPlan(plan.step, plan.removed, Transfers(), plan.admitted, plan.rows)
         try:
-            result = self._runner.execute(plan)
+            result = self._runner.execute(rest)
         except StepFailedError as error:
             detail = str(error)
         except Exception as error:
-            if plan.transfers:
+            self._num_failures += 1
+            if self._num_failures == _MOST_FAILURES:
                 raise
             detail = f"{type(error).__name__}: {error}"
         else:
+            self._num_failures = 0
             self._counters["steps"] += 1
             return self._scheduler.commit(plan, result)
         _log.error("step %d failed, and its %d requests with it: %s", plan.step, len(plan.rows), detail)

@@ -108,13 +108,13 @@ class Runner(Protocol):
         """Run one step to its end. Forgetting a request that is not known does nothing.
 
         Raises:
-            StepFailedError: the rows could not be computed; the transfers were made, and the next plan may come.
+            StepFailedError: the rows could not be computed, and the next plan may come.
         """
         ...
 
 
 class StepFailedError(Exception):
-    """Raised by a runner that can go on: the step's transfers were made, but its rows were not computed.
+    """Raised by a runner that can go on though it could not compute the step's rows: out of memory, for example.
 
-    Running out of memory in a forward pass is one. The rows' requests are ended; their KV is garbage and is dropped.
+    The rows' requests are ended; what they computed in this step is garbage and is dropped.
     """

@@ -9,8 +9,9 @@ state alone: no clock, no randomness. Knows no text, no clients and nothing of h
 
 Why nothing starves and nothing locks up:
 - `max_running` is at most the budget, so a step has room for everyone who decodes and for the oldest prompt.
-- When blocks run out, the newest request gives its own back; the oldest never does, and alone it fits, because what
-  does not is refused at `submit`. The newest one itself waits in place, holding what it computed.
+- When blocks run out, the newest request gives its own back. The newest one itself waits in place, holding what it
+  computed. One that is alone fits, because what does not is refused at `submit`; if it holds blocks twice (what it
+  computed beside another that computed the same), it lets go and comes back to one of each.
 - Preempted requests are readmitted before others are admitted, and only into room for all that they need.
 - New requests are admitted round robin over users; nobody overtakes one for whom there is no room.
 - A request that waits for another's prefix waits only while that one moves.
@@ -245,9 +246,10 @@ class Scheduler:
         while new_block_ids is None:
             draft.pressed = True
             newest = self._running[-1]
+            if newest is not request or len(self._running) == 1:
+                self._preempt(draft, newest)
             if newest is request:
                 return
-            self._preempt(draft, newest)
             new_block_ids = self._grow(request, end)
         draft.add(request, end, new_block_ids)
 

@@ -353,17 +353,49 @@ def test_a_failed_step_ends_its_requests_with_an_error_and_the_engine_goes_on(er
         assert transcript.text(f"again{n}") == oracle(runner, [n + 1] * 30)
 
 
-def test_an_unknown_error_with_blocks_on_the_move_ends_the_engine() -> None:
+def test_an_error_while_blocks_are_on_the_move_ends_the_engine() -> None:
     def fail_on_transfers(plan: StepPlan) -> None:
         if plan.transfers:
             raise RuntimeError("who knows what stands there now")
 
-    runner = FakeRunner(num_blocks=8, gate=fail_on_transfers)
-    engine = make_engine(runner)
+    engine = make_engine(FakeRunner(num_blocks=8, gate=fail_on_transfers))
     engine.handle(make_submit("a", range(60)))
     engine.handle(make_submit("b", range(100, 160)))
     with pytest.raises(RuntimeError, match="who knows"):
         run_until_idle(engine)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 32])
+def test_errors_after_blocks_have_moved_leave_the_cache_as_it_should_be(num_host_blocks: int) -> None:
+    def fail_often(plan: StepPlan) -> None:
+        if plan.rows and plan.step % 11 == 7:
+            raise StepFailedError("out of memory")
+
+    runner = FakeRunner(num_blocks=12, num_host_blocks=num_host_blocks, block_size=4, gate=fail_often)
+    engine = make_engine(runner, max_batched_tokens=16)
+    transcript = Transcript()
+    for n in range(60):
+        engine.handle(make_submit(f"r{n}", [n % 7] * (5 + n % 11), max_tokens=6))
+        if n % 4 == 3:
+            run_until_idle(engine, transcript)
+    reasons = [transcript.finished[f"r{n}"].reason for n in range(60)]
+    assert set(reasons) == {"length", "error"}
+    for n in range(60):
+        text = transcript.text(f"r{n}")
+        assert text == oracle(runner, [n % 7] * (5 + n % 11), 6)[: len(text)]
+
+
+def test_an_engine_whose_every_step_fails_gives_up() -> None:
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine = make_engine(FakeRunner(gate=fail), max_running=1)
+    for n in range(5):
+        engine.handle(make_submit(f"r{n}", range(5)))
+    transcript = Transcript()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run_until_idle(engine, transcript)
+    assert [finished.reason for finished in transcript.finished.values()] == ["error", "error"]
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -389,3 +421,13 @@ def test_a_report_adds_up() -> None:
     run_until_idle(engine, transcript)
     assert counters(engine)["prompt_tokens_computed"] == 60
     assert counters(engine)["output_tokens"] == 24
+
+
+def test_one_that_computed_what_another_had_computed_does_not_keep_both_when_room_is_short() -> None:
+    """Two that say the same at the same time have a block each for it; the one left alone must still fit."""
+    runner = FakeRunner(num_blocks=8, num_host_blocks=0, block_size=4)
+    engine = make_engine(runner)
+    for request_id, max_tokens in (("short", 11), ("long", 22)):
+        engine.handle(make_submit(request_id, (1, 2, 3, 4), max_tokens=max_tokens))
+    transcript = run_until_idle(engine, max_steps=200)
+    assert transcript.text("long") == oracle(runner, [1, 2, 3, 4], 22)
