@@ -43,6 +43,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+expect.set_options(timeout=15_000)
+"""A machine that is busy with other tests is slow, not wrong."""
+
+
 class Tab:
     """A page, and the few things that every test does with one."""
 

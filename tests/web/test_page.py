@@ -50,6 +50,12 @@ HARMFUL = """() => [
 ].map((element) => element.outerHTML)"""
 
 
+WATCH_BLOCKS = """() => {
+    window.blocksLost = 0;
+    new MutationObserver((records) => {
+        for (const record of records) if (record.target.matches('.markdown')) blocksLost += record.removedNodes.length;
+    }).observe(document.getElementById('conversation'), { childList: true, subtree: true });
+}"""
 UNTIL_LONG = """(length) => new Promise((resolve) => {
     const look = () => document.querySelector('.markdown code').textContent.length === length
         ? resolve() : requestAnimationFrame(look);
@@ -72,7 +78,9 @@ PRESS_ENTER = """([composing, keyCode]) => document.getElementById('composer-tex
 
 async def test_sends_and_shows_the_answer_as_markdown_with_a_receipt(tab: Tab, answers: Answers) -> None:
     answers.say(lambda _question: SOME_MARKDOWN)
+    await tab.page.evaluate(WATCH_BLOCKS)
     await tab.ask("Hello there")
+    assert await tab.page.evaluate("blocksLost") == 0, "a block, once there, stays"
     assert (await tab.texts())[0] == "Hello there"
     answer = tab.page.locator(".message.assistant .markdown")
     await expect(answer.locator("em")).to_have_text("words")

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { BlockScanner } from "../../../web/js/markdown/blocks.js";
-import { blockToHtml } from "../../../web/js/markdown/html.js";
+import { blockToHtml, isCostly } from "../../../web/js/markdown/html.js";
 
 /** A small seeded generator (mulberry32), so that a failure can be repeated. */
 function generator(seed) {
@@ -123,6 +123,20 @@ test("a text that does not go on what was given is refused", () => {
   assert.throws(() => scanner.update("xyz", false), RangeError);
   scanner.update("abcd", true);
   assert.throws(() => scanner.update("abcde", true), RangeError);
+});
+
+test("a long table goes on under the same head", () => {
+  const head = "| a | b |\n|---|---|\n";
+  const rows = "| 1 | 2 |\n".repeat(2000);
+  const blocks = whole(head + rows);
+  assert.ok(blocks.length > 3);
+  assert.ok(blocks.every((block) => block.kind === "table" && block.source.startsWith(head)));
+  assert.equal(blocks.map((block) => block.source.slice(head.length)).join(""), rows);
+});
+
+test("what would take too long to turn into HTML is told beforehand", () => {
+  for (const costly of ["> ".repeat(3000), `- a\n${" ".repeat(200)}- b`, "- x\n" + "  y\n".repeat(20_000)]) assert.ok(isCostly(costly));
+  for (const plain of ["- a\n  - b\n    - c", "> > > quoted", "word ".repeat(800), "| a | b |"]) assert.ok(!isCostly(plain));
 });
 
 test("raw HTML comes out as text, and an image as a link", () => {

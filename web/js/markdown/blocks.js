@@ -6,7 +6,7 @@
  * become is held back until it is certain ("-" may be a list, a rule or a word), so no block flips its kind on the way; a
  * finished block never changes; and however the text was cut into pieces, the blocks come out the same. To make that
  * possible, the few constructs of markdown that reach back are off: underlined headings and link definitions. Very long
- * paragraphs, lists and quotes are cut into several blocks, so that the open one stays cheap to draw again.
+ * paragraphs, lists, quotes and tables are cut into several blocks, so that the open one stays cheap to draw again.
  *
  * Knows no HTML and no DOM. Inline markup is `html.js`'s.
  */
@@ -24,7 +24,7 @@
 
 /** @typedef {{mark: string, length: number, indent: number}} Fence */
 
-const CUT_CHARS = 8192;
+const CUT_CHARS = 4096;
 
 const BLANK = /^[ \t]*$/;
 const HEADING = /^ {0,3}#{1,6}(?:[ \t]|$)/;
@@ -52,6 +52,9 @@ const indentOf = (line) => /** @type {RegExpExecArray} */ (/^ */.exec(line.repla
 
 /** @param {string} row */
 const cellsOf = (row) => row.trim().replace(/^\||\|$/g, "").replace(/\\\|/g, "").split("|").length;
+
+/** @param {string} table @returns {string} its first two lines, which a part that goes on repeats */
+const headOf = (table) => /** @type {RegExpExecArray} */ (/^.*\n.*\n/.exec(table))[0];
 
 export class BlockScanner {
   constructor() {
@@ -183,7 +186,8 @@ export class BlockScanner {
         this._close();
         return;
       case "more":
-        this._extend(line);
+        if (open?.kind === "table" && open.source.length > CUT_CHARS) this._begin("table", headOf(open.source) + line, true);
+        else this._extend(line);
         return;
       case "paragraph":
       case "list":

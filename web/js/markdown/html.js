@@ -33,6 +33,18 @@ function escapeHtml(text) {
   return text.replace(/[&<>"']/g, (found) => `&#${found.charCodeAt(0)};`);
 }
 
+const MOST_CHARS = 32_768;
+const DEEP = /^(?: {60}|(?:[ \t]*>){24})/m;
+
+/**
+ * Whether a block would take longer than a frame or two to turn into HTML: nests without end, or a list that is one huge
+ * item. Such a block is shown as the text it is.
+ * @param {string} source
+ */
+export function isCostly(source) {
+  return source.length > MOST_CHARS || DEEP.test(source);
+}
+
 /**
  * @param {string} source
  * @returns {string}

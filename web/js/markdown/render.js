@@ -10,7 +10,7 @@ import DOMPurify from "../../vendor/dompurify/purify.es.js";
 import { h } from "../views/dom.js";
 import { BlockScanner } from "./blocks.js";
 import { CodeBlock } from "./code.js";
-import { blockToHtml } from "./html.js";
+import { blockToHtml, isCostly } from "./html.js";
 
 /** A block that took long to draw is drawn again less often: at most this share of the time goes into it. */
 const OPEN_BLOCK_SHARE = 0.2;
@@ -96,7 +96,7 @@ export class MarkdownView {
     } else if (drawn.source !== block.source) {
       const begun = performance.now();
       if (!block.done && begun < this._notBefore) return false;
-      drawn.element.replaceChildren(toFragment(block.source));
+      drawn.element.replaceChildren(isCostly(block.source) ? h("div", { class: "plain" }, block.source) : toFragment(block.source));
       const spent = performance.now() - begun;
       this._notBefore = begun + spent / OPEN_BLOCK_SHARE;
     }
