@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 MAX_REQUESTS_IN_FLIGHT: Final = 256
 """Of one socket; it is not read while it has that many."""
+STALL_S: Final = 1.0
+"""A heartbeat that comes so late itself proves nothing about the peer."""
 LAST_WORDS_S: Final = 2.0
 """How long what waits may take to leave before a close."""
 
@@ -181,8 +183,8 @@ class Connection:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if self._paused:
-            # It is we who do not listen: what it may have said is still in the socket.
+        if self._paused or now - self._protocol.deadline() > STALL_S:
+            # It is we who did not listen: what it may have said is still in the socket.
             self._protocol.excuse(now)
         for output in self._protocol.tick(now):
             assert isinstance(output, Send | Close), "time makes no requests"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import websockets
 from websockets.asyncio.client import connect
 
 from chatserve.config import Limits
-from chatserve.server import protocol
+from chatserve.server import connection, protocol
 from chatserve.types import SessionId, UserId
 from tests.blackbox.client import ChatClient, Frame, Mirror, RequestFailedError
 from tests.fakes.memory_store import MemoryStore
@@ -265,6 +266,20 @@ async def test_a_silent_client_is_closed_with_4008(monkeypatch: pytest.MonkeyPat
         mute = await raw(server)
         await asyncio.wait_for(mute.wait_closed(), 5)
         assert mute.close_code == 4000
+
+
+async def test_a_server_that_was_busy_itself_blames_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(protocol, "PONG_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "STALL_S", 0.2)
+    async with running_server() as server:
+        client = await raw(server, HELLO)
+        while json.loads(await client.recv())["type"] != "ping":
+            pass
+        await client.send('{"type":"pong"}')
+        time.sleep(0.6)  # noqa: ASYNC251 - blocking the loop is the point
+        assert json.loads(await client.recv())["type"] == "ping"
+        await client.close()
 
 
 @pytest.mark.parametrize("factor", [1, 8])
