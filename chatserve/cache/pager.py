@@ -1,7 +1,8 @@
 """Room on the device: which blocks can be had, and what leaves for them.
 
 Every idle block can be had, one leaf after the other: it moves to the host, or is forgotten where the host has no
-place. What is planned ahead of need (hints, frozen ends of shared prefixes) is taken back before a request goes without.
+place. What is planned ahead of need (hints, frozen ends of shared prefixes) is taken back before a request goes
+without.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Pager:
     # --- ahead of need ------------------------------------------------------------------------------------------------
 
     def reclaim(self, low: int, high: int) -> None:
-        """Below `low` free blocks, move cold leaves to the host until `high` are free. Drops nothing: no gain in that."""
+        """Below `low` free blocks, move cold leaves to the host until `high` are free. It drops nothing."""
         if self._device.num_free_soon >= low:
             return
         while self._device.num_free_soon < high:
