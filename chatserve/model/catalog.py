@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, assert_never
 
 import filelock
 import msgspec
-import platformdirs
 
 from chatserve.errors import StartupError
 from chatserve.model import model_dir
@@ -92,11 +91,6 @@ class Convert(Protocol):
     """Converts a GGUF file into an existing empty directory."""
 
     def __call__(self, source: Path, destination: Path, progress: Callable[[int, int], None], /) -> None: ...
-
-
-def default_cache_dir() -> Path:
-    """Where models are kept when nobody says otherwise."""
-    return platformdirs.user_cache_path("chatserve", appauthor=False)
 
 
 def locate(name: str) -> Known | Directory | GgufFile | HubModel:
