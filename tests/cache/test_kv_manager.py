@@ -65,6 +65,24 @@ def test_ten_sessions_under_one_system_prompt_hold_it_once() -> None:
     assert device.total - device.free == 2 + 1 + 10
 
 
+def test_the_end_of_a_shared_prefix_can_be_used_in_the_step_that_copies_it() -> None:
+    cache = Cache(20)
+    cache.admit("first", [*SYSTEM, *PROMPT], "ann", len(SYSTEM))
+    assert cache.grow("first", 24)
+    cache.step({"first": 24})
+    for user in ("bob", "eve"):
+        running = cache.admit(user, [*SYSTEM, 70], user, len(SYSTEM))
+        assert running is not None
+        assert running.num_cached == len(SYSTEM)
+    cache.finish("first", keep=0)
+    cache.launch()
+    assert cache.under_way is not None
+    assert len(cache.under_way.transfers.copies) == 3
+    cache.land()
+    cache.expect_true_blocks()
+    cache.read_back()
+
+
 def test_what_lies_past_the_shared_prefix_is_found_by_its_user_alone() -> None:
     cache = Cache(20)
     cache.chat([*SYSTEM, *PROMPT], user="ann", shared=len(SYSTEM))
