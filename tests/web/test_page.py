@@ -260,6 +260,7 @@ async def test_two_tabs_stay_in_step(tab: Tab, context: BrowserContext) -> None:
     await current.get_by_role("button", name="Delete").click()
     await other.page.locator("dialog").get_by_role("button", name="Delete").click()
     await expect(tab.page.locator("#conversation")).to_contain_text("This chat is not here")
+    await expect(other.page.locator("#title")).to_have_text("New chat")
     await other.check()
 
 

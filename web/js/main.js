@@ -176,7 +176,9 @@ const sidebar = new Sidebar(byId("sessions"), {
   renamed: (session, title) => void actions.rename(session, title),
   remove: async (session, title) => {
     const text = `“${titleOr(title)}” and everything in it will be deleted. This cannot be undone.`;
-    if (await confirm({ title: "Delete this chat?", text, action: "Delete" })) await actions.deleteSession(session);
+    if (!(await confirm({ title: "Delete this chat?", text, action: "Delete" }))) return;
+    const deleted = (await actions.deleteSession(session)) !== null;
+    if (deleted && session === store.state.shown) go(null);
   },
   more: () => void actions.list(store.state.list.query, true),
 });
