@@ -88,11 +88,6 @@ class FakeRunner:
         """Requests that the runner knows of."""
         return len(self._sequences)
 
-    @property
-    def prompt_tokens_computed(self) -> int:
-        """Tokens computed in rows that were more than one step of decoding, over all plans kept."""
-        return sum(row.num_tokens for plan in self.plans for row in plan.rows if row.num_tokens > 1)
-
     def execute(self, plan: StepPlan) -> StepResult:
         if self.keep_plans:
             self.plans.append(plan)
