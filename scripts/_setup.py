@@ -82,15 +82,22 @@ def install(venv: Path, groups: list[str]) -> None:
         "Installing ChatServe" + (f" and what {', '.join(groups)} needs" if groups else ""), file=sys.stderr, flush=True
     )
     command = [venv / "bin" / "python", "-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    # A person sees pip's progress; a log gets its errors alone. All of it is in the log file.
-    command += ["--progress-bar", "on"] if sys.stderr.isatty() else ["--progress-bar", "off", "-qq"]
+    # A person sees pip's progress; a log gets its errors alone, after a failure. All of it is in the log file.
+    watched = sys.stderr.isatty()
+    command += ["--progress-bar", "on"] if watched else ["--progress-bar", "off", "--quiet"]
     log = venv / "install.log"
     log.unlink(missing_ok=True)
-    with subprocess.Popen(
-        [*command, "--log", log, "--editable", ROOT, *needed], stdout=sys.stderr, stdin=subprocess.DEVNULL
-    ) as pip:
-        pass
+    pip = subprocess.run(
+        [*command, "--log", log, "--editable", ROOT, *needed],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        stderr=None if watched else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     if pip.returncode:
+        errors = [line for line in (pip.stderr or "").splitlines() if not line.startswith("WARNING")]
+        print("\n".join(errors), file=sys.stderr)
         explain(log, pip.returncode)
 
 

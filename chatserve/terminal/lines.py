@@ -80,12 +80,20 @@ class Output:
     def __init__(self, out: TextIO = sys.stdout, console: Console | None = None) -> None:
         self._out = out
         self._console = console or Console(stderr=True, highlight=False)
+        self._in_line = False
+        """Text was written that does not end in a line break."""
 
     def text(self, text: str) -> None:
-        self._out.write(printable(text))
+        shown = printable(text)
+        if shown:
+            self._in_line = not shown.endswith("\n")
+        self._out.write(shown)
         self._out.flush()
 
     def note(self, text: str) -> None:
+        """On a line of its own where both go to one terminal."""
+        if self._in_line and self._out.isatty() and self._console.is_terminal:
+            self.text("\n")
         self._console.print(f"[dim]{escape(printable(text))}[/dim]", soft_wrap=True)
 
     def error(self, text: str) -> None:
