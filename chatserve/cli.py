@@ -147,6 +147,7 @@ def serve(data_dir: Path, cache_dir: Path, **options: Any) -> None:
 
     from chatserve.supervisor.supervisor import Supervisor  # noqa: PLC0415
 
+    options["host"] = options["host"].strip("[]")  # an IPv6 address as URLs have it
     settings = ServeSettings(data_dir=data_dir.absolute(), cache_dir=cache_dir.absolute(), **options)
 
     async def run() -> int:
