@@ -77,6 +77,9 @@ class Mirror:
         for frame in self._parts:
             assert frame["seq"] == self.seq
             for message in frame["messages"]:
+                if message.get("append"):  # the rest of a message that fits no frame
+                    self.messages[message["message"]]["text"] += message["text"]
+                    continue
                 assert message["parent"] is None or message["parent"] in self.messages, "parents come before children"
                 assert message["status"] in {"done", "generating", "stopped", "interrupted", "failed"}
                 self.messages[message["message"]] = dict(message)

@@ -64,14 +64,14 @@ async def test_a_fork_in_mid_block_copies_one_block_and_both_sides_go_on_as_if_a
         params = {"params": {"temperature": 0, "max_tokens": 25}}
         session, _ = await client.started_session(**params)
         _, one = await client.turn(session, "a trunk to fork from, of no particular length")
-        copies_before = server.metric("chatserve_kv_block_copies_total")
+        copies_before = server.metric("chatserve_copies_total")
         fork = (await client.request("session.fork", session=session, message=one))["session"]
         forked = await client.watch(fork)
         _, left = await client.say(session, "go left", one)
         _, right = await client.say(fork, "go right", forked.leaf)
         await client.ended(session, left)
         await client.ended(fork, right)
-        assert server.metric("chatserve_kv_block_copies_total") - copies_before <= 2
+        assert server.metric("chatserve_copies_total") - copies_before <= 2
         for where, reply in ((session, left), (fork, right)):
             assert client.started(where, reply)["computed_tokens"] <= 16
         alone, _ = await client.started_session(**params)

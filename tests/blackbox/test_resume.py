@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -23,6 +24,13 @@ class Follower:
         self.client: ChatClient | None = None
 
     async def attach(self) -> ChatClient:
+        """Open the session on the first socket, resume where the mirror stands on the later ones."""
+        if self.client is None:
+            self.client = self.make()
+            await self.client.open()
+            await self.client.hello()
+            self.mirror = await self.client.watch(self.session)
+            return self.client
         self.client = self.make(resume=[{"session": self.session, "after": self.mirror.seq}])
         self.client.sessions[self.session] = self.mirror
         await self.client.open()
@@ -75,14 +83,17 @@ async def test_a_trimmed_history_is_answered_with_a_snapshot(start_server: Calla
     async with ChatClient(server.ws_url) as steady:
         session, mirror = await steady.started_session()
         await steady.turn(session, "👩‍👩‍👧‍👦 talk", max_tokens=600)
-        for after, snapshot in ((0, True), (mirror.seq + 5, True), (mirror.seq - 3, False)):
-            async with ChatClient(server.ws_url, resume=[{"session": session, "after": after}]) as late:
-                if not snapshot:
-                    late.sessions[session].seq = after
+        earlier = copy.deepcopy(mirror)
+        await steady.request("session.update", session=session, title="news")
+        await steady.settle()
+        for after, snapshot in ((0, True), (mirror.seq + 5, True), (earlier.seq, False)):
+            late = ChatClient(server.ws_url, resume=[{"session": session, "after": after}])
+            if not snapshot:
+                late.sessions[session] = copy.deepcopy(earlier)
+            async with late:
                 await late.until(lambda late=late: late.sessions[session].seq >= mirror.seq)
                 assert late.snapshots[session] == int(snapshot)
-                if snapshot:
-                    assert late.sessions[session].tree() == mirror.tree()
+                assert late.sessions[session].tree() == mirror.tree()
 
 
 async def test_resuming_another_users_session_shows_nothing_of_it(
