@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import subprocess
+import venv
 from pathlib import Path
 
+import pip
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -105,6 +107,10 @@ def test_a_wrong_python_is_one_clear_line(checkout: Path, tmp_path: Path) -> Non
 
 
 def test_no_network_is_said_plainly_and_nothing_counts_as_installed(checkout: Path, tmp_path: Path) -> None:
+    # An environment with a borrowed pip, which is quicker to make than one of its own.
+    venv.create(checkout / ".venv", symlinks=True)
+    (site,) = (checkout / ".venv").glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(f"{Path(pip.__file__).parent.parent}\n")
     done = run(
         checkout / "scripts" / "serve",
         cwd=tmp_path,
