@@ -80,7 +80,10 @@ class SessionView:
         self.leaf = frame["leaf"]
         self._apply_fields(frame)
         for each in frame["messages"]:
-            self._add(each)
+            if each.get("append"):  # a later piece of a message too long for one frame
+                self.messages[each["message"]].text += each["text"]
+            else:
+                self._add(each)
 
     def _apply_fields(self, frame: Mapping[str, Any]) -> None:
         if "title" in frame:

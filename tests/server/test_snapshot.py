@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chatserve.chat.events import Usage
 from chatserve.chat.store import MessageRecord, SessionRecord, SessionState
 from chatserve.server.snapshot import MAX_SNAPSHOT_FRAME_BYTES, snapshot_frames
+from chatserve.terminal.view import SessionView
 from chatserve.types import MessageId, SessionId, UserId
 
 
@@ -115,3 +116,14 @@ def test_a_long_session_fills_its_frames() -> None:
 def test_any_session_arrives_whole_under_any_frame_limit(texts: list[str], max_bytes: int) -> None:
     frames = list(snapshot_frames(state(texts), max_bytes))
     assert [message["text"] for message in read(frames, max_bytes)] == texts
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=60) | st.integers(0, 1500).map("\x00".__mul__), max_size=12), st.integers(900, 4000))
+def test_the_terminal_client_puts_any_session_together(texts: list[str], max_bytes: int) -> None:
+    view = SessionView("s")
+    for _ in range(2):  # the second replaces the first
+        for frame in snapshot_frames(state(texts), max_bytes):
+            view.apply(json.loads(frame))
+        assert [message.text for message in view.path()] == texts
+        assert view.seq == 42

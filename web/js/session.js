@@ -52,12 +52,19 @@ export function sessionFromSnapshot(parts) {
   const live = new Map();
   for (const fields of parts.flatMap((part) => part.messages)) {
     const message = messageFrom(fields);
+    const begun = fields.append === true ? messages.get(message.id) : undefined;
+    if (begun !== undefined) {
+      begun.text += message.text; // a later piece of a message too long for one frame
+      continue;
+    }
     messages.set(message.id, message);
     const key = message.parent ?? "";
     const siblings = children.get(key);
     if (siblings === undefined) children.set(key, [message.id]);
     else siblings.push(message.id);
-    if (message.status === "generating") live.set(message.id, liveWith(message.text, message.text === "" ? "waiting" : "writing"));
+  }
+  for (const { id, text, status } of messages.values()) {
+    if (status === "generating") live.set(id, liveWith(text, text === "" ? "waiting" : "writing"));
   }
   return {
     id: head.session, seq: head.seq, title: head.title, system: head.system ?? null, params: head.params ?? {},

@@ -70,6 +70,21 @@ test("a snapshot counts only when all of its parts are there, in order", () => {
   assert.equal(session(run(first, { type: "welcome" }, second)), undefined);
 });
 
+test("a message cut into pieces is put together, whether it is finished or being generated", () => {
+  const piece = (id, text, fields = {}) => ({ message: id, parent: null, role: "assistant", text, status: "done", ...fields });
+  const frames = [
+    snapshot({ seq: 4, messages: [piece("a", "one "), piece("a", "two ", { append: true })], part: 0, last: false }),
+    snapshot({ seq: 4, messages: [piece("a", "three", { append: true }), piece("b", "Hel", { status: "generating" })], part: 1, last: false }),
+    snapshot({ seq: 4, messages: [piece("b", "lo", { status: "generating", append: true })], part: 2, last: true }),
+  ];
+  for (const events of [frames, [...frames, ...frames]]) {
+    const state = session(run(...events, delta(5, "b", "!")));
+    assert.equal(state.messages.get("a").text, "one two three");
+    assert.equal(textOf(state, state.messages.get("b")), "Hello!");
+    assert.deepEqual(state.children.get(""), ["a", "b"]);
+  }
+});
+
 test("a snapshot in mid-answer goes on where its text ends", () => {
   const state = run(snapshot({ seq: 5, leaf: "a", messages: [{ message: "a", parent: null, role: "assistant", text: "Hel", status: "generating" }] }), delta(6, "a", "lo"), end(7, "a"));
   assert.equal(session(state).messages.get("a").text, "Hello");
