@@ -107,14 +107,28 @@ class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_settings(settings: msgspec.Struct) -> str:
-    """Settings as the JSON that a child process is started with."""
+    """Settings as JSON."""
     return msgspec.json.encode(settings, enc_hook=str).decode()
 
 
+def hand_over_settings(settings: msgspec.Struct, path: Path) -> str:
+    """Write settings where only this user can read them; the argument to start a child process with.
+
+    A command line can be read by everyone on the machine, and a store's URL may hold a password.
+    """
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(encode_settings(settings))
+    return f"@{path}"
+
+
 def decode_settings(text: str, kind: type[SettingsT]) -> SettingsT:
-    """The inverse of `encode_settings`.
+    """The inverse of `encode_settings`, and of `hand_over_settings`.
 
     Raises:
         msgspec.MsgspecError: not settings of this kind; says where.
+        OSError: the file cannot be read.
     """
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text()
     return msgspec.json.decode(text, type=kind, dec_hook=lambda wanted, value: wanted(value))

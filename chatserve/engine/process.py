@@ -128,11 +128,11 @@ def _parent_pipe() -> int | None:
 def read_settings(arguments: Sequence[str] | None = None) -> EngineSettings:
     """The settings from the command line; exits with a usage line where they are not valid."""
     parser = argparse.ArgumentParser(prog="chatserve.engine.process", description="The inference engine of ChatServe.")
-    parser.add_argument("--settings", required=True, help="EngineSettings as JSON")
+    parser.add_argument("--settings", required=True, help="EngineSettings as JSON, or @FILE")
     given = parser.parse_args(arguments).settings
     try:
         return decode_settings(given, EngineSettings)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, OSError) as error:
         parser.error(f"--settings: {error}")
 
 

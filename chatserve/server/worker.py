@@ -131,7 +131,7 @@ def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chatserve.server.worker", description=__doc__)
-    parser.add_argument("--settings", required=True, help="WebSettings as JSON")
+    parser.add_argument("--settings", required=True, help="WebSettings as JSON, or @FILE")
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s web %(levelname)s %(name)s: %(message)s"
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         settings = decode_settings(options.settings, WebSettings)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, OSError) as error:
         sys.stderr.write(f"chatserve: the web worker's settings cannot be read: {error}\n")
         return 2
     try:

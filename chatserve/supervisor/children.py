@@ -17,8 +17,6 @@ from typing import Final
 
 import msgspec
 
-from chatserve.config import EngineSettings, WebSettings, encode_settings
-
 _PYTHON: Final = (sys.executable, "-P", "-m")
 """-P: a file in the working directory must not stand in for a module of ours."""
 
@@ -29,10 +27,6 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
     engine: tuple[str, ...] = (*_PYTHON, "chatserve.engine.process")
     web: tuple[str, ...] = (*_PYTHON, "chatserve.server.worker")
     model: tuple[str, ...] = (*_PYTHON, "chatserve", "model", "pull")
-
-    @staticmethod
-    def with_settings(command: Sequence[str], settings: EngineSettings | WebSettings) -> tuple[str, ...]:
-        return (*command, "--settings", encode_settings(settings))
 
 
 class Child:

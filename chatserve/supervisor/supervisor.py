@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from chatserve.config import EngineSettings, ServeSettings, WebSettings
+from chatserve.config import EngineSettings, ServeSettings, WebSettings, hand_over_settings
 from chatserve.errors import StartupError
 from chatserve.supervisor import network, paths
 from chatserve.supervisor.children import Child, Commands, RestartPolicy, describe_exit
@@ -243,7 +243,8 @@ class Supervisor:
             ChildFailedError, StartupError: it ended before the program was ever ready.
         """
         policy = RestartPolicy()
-        argv = self._commands.with_settings(command, settings)
+        handed_over = hand_over_settings(settings, paths.socket_dir(self._settings.data_dir) / f"{name}.json")
+        argv = (*command, "--settings", handed_over)
         while not self._stopping.is_set():
             child = self._children[name] = await Child.spawn(name, argv)
             if self._stopping.is_set():  # asked while it was being spawned: `_end` may have looked before it was there

@@ -7,6 +7,7 @@ with 200 once the engine is up.
 import http.server
 import json
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -38,7 +39,7 @@ if mode.startswith("exit-"):
     os._exit(int(mode.removeprefix("exit-")))
 if mode == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-settings = json.loads(sys.argv[-1])
+settings = json.loads(pathlib.Path(sys.argv[-1].removeprefix("@")).read_text())
 if name == "engine":
     with open(settings["socket_path"], "w"):  # noqa: PTH123 - an engine that is up has its socket
         pass
