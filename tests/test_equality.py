@@ -2,8 +2,8 @@
 
 Drives the engine with a real model (tiny, random, float32) and the real runner: alone and sixteen at once, from
 nothing and from the cache, forked inside blocks, swapped out and in, preempted, in small chunks. Each text is held
-against transformers' own `generate` over the very same ids. Equal means equal, or parted where the oracle's two best scores
-lie within 1e-3; over one text in a hundred of those fails.
+against transformers' own `generate` over the very same ids. Equal means equal, or parted where the oracle's two best
+scores lie within 1e-3; over one text in a hundred of those fails.
 """
 
 from __future__ import annotations

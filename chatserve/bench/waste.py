@@ -78,6 +78,11 @@ def waste_at(length: int, num_sequences: int, block_size: int) -> float:
     return kv.wasted_slots() / ((device.total - device.free) * block_size)
 
 
+def waste_bound(length: int, block_size: int) -> float:
+    """The most that may be unused: all but one slot of each sequence's last block."""
+    return (block_size - 1) / (length + block_size - 1)
+
+
 def run(num_blocks: int = 8192, block_size: int = 16, max_tokens: int = 8192, seed: int = 0) -> dict[str, Any]:
     """All figures as one mapping."""
     num_tokens = num_blocks * block_size
