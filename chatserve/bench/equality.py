@@ -126,12 +126,12 @@ def load_oracle(directory: Path) -> Any:
 def encode_prompts(directory: Path, num_prompts: int) -> list[list[int]]:
     """The first prompts, through the model's chat template."""
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
-        for text in PROMPTS[:num_prompts]
-    ]
+    encoded = []
+    for text in PROMPTS[:num_prompts]:
+        turns = [{"role": "user", "content": text}]
+        ids: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encoded.append(list(ids["input_ids"]))
+    return encoded
 
 
 def run(

