@@ -6,7 +6,13 @@ given and what is allowed. A start-up error carries one line that says what to d
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, ClassVar
+
+_SHORT = reprlib.Repr()
+"""Shows what anyone may have given: a value as deep or as long as a frame allows costs and breaks nothing."""
+_SHORT.maxlevel = 4
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 
 
 class ChatError(Exception):
@@ -38,7 +44,7 @@ class BadParamsError(ChatError):
 
     @classmethod
     def of(cls, field: str, given: object, allowed: str) -> BadParamsError:
-        shown = repr(given)
+        shown = _SHORT.repr(given)
         if len(shown) > 80:
             shown = shown[:77] + "..."
         return cls(f"{field} must be {allowed}, not {shown}", field=field)

@@ -6,7 +6,6 @@ Owns no behaviour beyond the validation of sampling parameters; knows nothing of
 from __future__ import annotations
 
 import enum
-import math
 from typing import TYPE_CHECKING, Any, Final, NewType
 
 import msgspec
@@ -93,8 +92,9 @@ class _Number(msgspec.Struct, frozen=True):
     above_low: bool = False
 
     def check(self, value: object) -> bool:
-        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        if type(value) not in (int, float):
             return False
+        # Of what is no number or infinite both comparisons cannot hold; an int may be too large for a float.
         return (self.low < value if self.above_low else self.low <= value) and value <= self.high  # type: ignore[operator]
 
     def __str__(self) -> str:

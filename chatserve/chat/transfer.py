@@ -83,7 +83,7 @@ def parse(data: bytes) -> list[Conversation]:
     """
     try:
         value = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadParamsError(f"the file is not complete JSON ({error}); nothing was imported") from None
     values = value if isinstance(value, list) else [value]
     if not values:
@@ -233,7 +233,11 @@ def _text(content: _Content) -> str:
     if content.parts is None:
         return content.text or ""
     texts = (
-        part if isinstance(part, str) else str(part.get("text") or "[attachment]") if isinstance(part, dict) else ""
-        for part in content.parts
+        part if isinstance(part, str) else _part_text(part) if isinstance(part, dict) else "" for part in content.parts
     )
     return "\n".join(text for text in texts if text)
+
+
+def _part_text(part: dict[str, Any]) -> str:
+    text = part.get("text")
+    return text if isinstance(text, str) and text else "[attachment]"

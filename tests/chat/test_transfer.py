@@ -57,6 +57,7 @@ async def test_half_a_file_is_an_error_and_creates_nothing(encoders: Encoders) -
         session = await harness.create()
         await harness.turn(session, "text", max_tokens=2)
         whole = json.dumps(await harness.service.export(ANN, session)).encode()
+        assert isinstance(await refused(harness.service.import_(ANN, b'{"messages":' + b"[" * 100_000)), BadParamsError)
         for cut in range(0, len(whole), 37):
             error = await refused(harness.service.import_(ANN, whole[:cut]))
             assert isinstance(error, BadParamsError)
