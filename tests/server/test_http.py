@@ -183,6 +183,8 @@ async def test_the_page_runs_no_script_but_its_own(http: httpx.AsyncClient) -> N
     policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'"
     assert policy["script-src"] == "'self'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert policy["trusted-types"] == "dompurify"
     assert "unsafe" not in page.headers["content-security-policy"]
     assert f"ws://{http.base_url.netloc.decode()}" in policy["connect-src"]
     for name, value in SECURITY_HEADERS.items():
