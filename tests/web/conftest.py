@@ -1,4 +1,6 @@
-"""One Chromium and one server a module; a fresh browser context a test, which must end without a complaint."""
+"""One Chromium, one server and one page a module; each test loads the page anew, with nothing remembered, and must end
+without a complaint.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,8 @@ FLAGS = [
 ]
 
 WATCH = """
-    window.complaints = [];
-    addEventListener('securitypolicyviolation', (e) => complaints.push(`${e.violatedDirective} ${e.blockedURI}`));
-    window.alert = () => complaints.push('alert');
+    addEventListener('securitypolicyviolation', (e) => console.error(`${e.violatedDirective} ${e.blockedURI}`));
+    window.alert = () => console.error('alert');
     window.longTasks = [];
     new PerformanceObserver((list) => longTasks.push(...list.getEntries().map((e) => e.duration)))
         .observe({ type: 'longtask', buffered: true });
@@ -56,10 +57,14 @@ class Tab:
         self.problems: list[str] = []
         self.sent: list[dict[str, Any]] = []
         """Every frame that the page has sent."""
-        page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
-        page.on("request", self._note_request)
-        page.on("websocket", lambda socket: socket.on("framesent", lambda data: self.sent.append(json.loads(data))))
-        page.on("console", self._note_console)
+        self._listeners: dict[Any, Callable[[Any], None]] = {
+            "pageerror": lambda error: self.problems.append(f"exception: {error}"),
+            "request": self._note_request,
+            "websocket": lambda socket: socket.on("framesent", lambda data: self.sent.append(json.loads(data))),
+            "console": self._note_console,
+        }
+        for event, listener in self._listeners.items():
+            page.on(event, listener)
 
     def _note_request(self, request: Any) -> None:
         if not request.url.startswith((f"{self.server.url}/", f"blob:{self.server.url}/", "data:")):
@@ -101,9 +106,18 @@ class Tab:
     def session(self) -> str:
         return self.page.url.rsplit("/", 1)[1]
 
-    async def check(self) -> None:
-        assert await self.page.evaluate("complaints") == []
+    async def forget(self) -> None:
+        """Leave the page (which keeps its draft) and then make the browser one that has never been here."""
+        await self.page.goto(f"{self.server.url}/static/icon.svg")
+        await self.page.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
+
+    def check(self) -> None:
         assert self.problems == []
+
+    def let_go(self) -> None:
+        """The page goes to another test."""
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -128,7 +142,7 @@ async def server(answers: Answers) -> AsyncIterator[Server]:
         yield server
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def context(browser: Browser) -> AsyncIterator[BrowserContext]:
     context = await browser.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(15_000)
@@ -137,11 +151,20 @@ async def context(browser: Browser) -> AsyncIterator[BrowserContext]:
     await context.close()
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def page(context: BrowserContext) -> Page:
+    return await context.new_page()
+
+
 @pytest_asyncio.fixture(loop_scope="module")
-async def tab(context: BrowserContext, server: Server, answers: Answers) -> AsyncIterator[Tab]:
+async def tab(page: Page, server: Server, answers: Answers) -> AsyncIterator[Tab]:
     answers.say(lambda question: f"You said: {question}")
-    tab = Tab(await context.new_page(), server)
-    await tab.open()
-    yield tab
-    server.engine.pace.release()
-    await tab.check()
+    tab = Tab(page, server)
+    try:
+        await tab.forget()
+        await tab.open()
+        yield tab
+        tab.check()
+    finally:
+        server.engine.pace.release()
+        tab.let_go()
