@@ -34,7 +34,7 @@ _CHUNK = 512
 """Prompt tokens a step, as the engine's default on a CPU."""
 
 
-class _Clock(StoppingCriteria):  # type: ignore[misc]
+class _Clock(StoppingCriteria):
     """Notes when each token of `generate` is there; never stops it."""
 
     def __init__(self) -> None:
@@ -116,9 +116,8 @@ def run(
         )
     )
     dtype = runner.storage.device_pool.dtype
-    theirs = (
-        AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True).eval().to(runner.device)
-    )
+    theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    theirs = theirs.eval().to(runner.device)
     theirs.generation_config.eos_token_id = None
     rng = random.Random(0)
 

@@ -118,7 +118,8 @@ def runner_generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_t
 
 def load_oracle(directory: Path) -> Any:
     """The transformers model of a directory, in float32, whose `generate` does not stop at an end token."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model.eval()
     model.generation_config.eos_token_id = None
     return model
 

@@ -194,11 +194,18 @@ class TorchAttention:
         kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         keys, values = self._gather(layer, group.gather, group.unwritten, group.rows * kv_heads)
         grouped = query.reshape(group.rows * kv_heads, -1, head_dim)  # [rows · kv_heads, group size, head_dim]
-        if softcap is None:
+        if softcap is not None:
+            scores = _bend(torch.bmm(grouped, keys.transpose(1, 2)), scale, softcap).add_(group.mask)
+            out = torch.bmm(_softmax(scores, values.dtype), values)
+        elif self._dtype == torch.float32:  # faster than torch's fused attention on a CPU, by a tenth to a third
             scores = torch.baddbmm(group.mask, grouped, keys.transpose(1, 2), alpha=scale)
-        else:
-            scores = _bend(torch.bmm(grouped, keys.transpose(1, 2)).mul_(scale), softcap).add_(group.mask)
-        return torch.bmm(_softmax(scores), values).view(group.rows, -1, head_dim)
+            out = torch.bmm(torch.softmax(scores, dim=-1), values)
+        else:  # 16-bit scores would be too coarse; the fused kernels keep them in float32
+            mask = group.mask.unsqueeze(1).expand(-1, 1, grouped.shape[1], -1)
+            out = F.scaled_dot_product_attention(
+                grouped.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), attn_mask=mask, scale=scale
+            )
+        return out.reshape(group.rows, -1, head_dim)
 
     def prefill(
         self,
@@ -228,8 +235,8 @@ class TorchAttention:
             )
         else:
             mask = self._mask(0, new_tokens, 0, row.num_keys, None) if row.mask is None else row.mask
-            scores = _bend(torch.matmul(queries, keys.transpose(2, 3)).mul_(scale), softcap).add_(mask)
-            out = torch.matmul(_softmax(scores), values)
+            scores = _bend(torch.matmul(queries, keys.transpose(2, 3)), scale, softcap).add_(mask)
+            out = torch.matmul(_softmax(scores, values.dtype), values)
         return out.permute(2, 0, 1, 3).reshape(new_tokens, -1, head_dim)
 
     def _gather(
@@ -364,9 +371,10 @@ class TorchAttention:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+def _softmax(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.softmax(scores, dim=-1).to(dtype)
 
 
-def _bend(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    return scores.div_(softcap).tanh_().mul_(softcap)
+def _bend(products: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+    """Soft-capped scores in float32."""
+    return products.float().mul_(scale / softcap).tanh_().mul_(softcap)

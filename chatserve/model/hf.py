@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
 
 from chatserve.errors import StartupError
 from chatserve.model.shapes import ModelInfo
@@ -102,6 +103,7 @@ class HFModel:
 
     def __init__(self, directory: Path, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _paged_attention)
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # a log is no place for one
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,

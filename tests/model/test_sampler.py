@@ -99,9 +99,16 @@ def test_a_draw_is_the_same_in_any_batch_and_order() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 700, generator=generator)
     params = [
-        drawn(seed=1), GREEDY, drawn(seed=1, top_p=0.5), drawn(seed=2, top_k=600, temperature=2.0),
-        drawn(seed=3, min_p=0.1), drawn(seed=4, top_p=0.99, temperature=2.0), drawn(seed=5), GREEDY, drawn(seed=6, top_k=3),
-    ]  # fmt: skip
+        drawn(seed=1),
+        GREEDY,
+        drawn(seed=1, top_p=0.5),
+        drawn(seed=2, top_k=600, temperature=2.0),
+        drawn(seed=3, min_p=0.1),
+        drawn(seed=4, top_p=0.99, temperature=2.0),
+        drawn(seed=5),
+        GREEDY,
+        drawn(seed=6, top_k=3),
+    ]
     positions = list(range(40, 49))
     together = sample(logits.clone(), params, positions, [None] * 9)
     alone = [sample(logits[[row]].clone(), [params[row]], [positions[row]], [None])[0] for row in range(9)]
