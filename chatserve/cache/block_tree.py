@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from chatserve.cache.evictor import PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
+from chatserve.cache.scopes import PUBLIC_TAG, ScopeTags
 from chatserve.cache.siblings import TAG_BYTES, TOKEN_BYTES, Siblings, num_common
-from chatserve.types import PUBLIC, BlockId, HostBlockId, Scope
-
-PUBLIC_TAG: Final = bytes(TAG_BYTES)
+from chatserve.types import BlockId, HostBlockId, Scope
 
 
 class Node:
@@ -85,7 +83,6 @@ class Path:
 class BlockTree:
     __slots__ = (
         "_clock",
-        "_tags",
         "block_size",
         "device_leaves",
         "host_leaves",
@@ -95,6 +92,7 @@ class BlockTree:
         "num_unused_slots",
         "root",
         "spare_copies",
+        "tags",
     )
 
     def __init__(self, block_size: int) -> None:
@@ -114,13 +112,10 @@ class BlockTree:
         self.num_unused_slots = 0
         """Token slots in device blocks past the end of their tail."""
         self._clock = 0
-        self._tags: dict[Scope, bytes] = {PUBLIC: PUBLIC_TAG}
+        self.tags = ScopeTags()
+        """Each node uses its scope's tag."""
 
     # --- reading ------------------------------------------------------------------------------------------------------
-
-    def tag(self, scope: Scope) -> bytes:
-        """The four bytes that stand for a scope in keys."""
-        return self._tags.setdefault(scope, len(self._tags).to_bytes(TAG_BYTES, "big"))
 
     def find(self, tokens: bytes, scope: Scope) -> Path:
         """The longest way to spell a beginning of packed `tokens`; among equals the more public. Reads only."""
@@ -135,10 +130,11 @@ class BlockTree:
         tags = [PUBLIC_TAG]
         trunk = self._follow(self.root, tokens, 0, PUBLIC_TAG)
         found = [trunk]
-        if scope in self._tags:
-            tags.append(self._tags[scope])
+        own_tag = self.tags.find(scope)
+        if own_tag is not None:
+            tags.append(own_tag)
             for depth in range(len(trunk), -1, -1):
-                branch = self._follow(trunk[depth - 1] if depth else self.root, tokens, depth, tags[1])
+                branch = self._follow(trunk[depth - 1] if depth else self.root, tokens, depth, own_tag)
                 if branch:
                     found.append(trunk[:depth] + branch)
         return [self._fork(nodes, tokens, tags) for nodes in found]
@@ -198,6 +194,7 @@ class BlockTree:
         if parent.children is None:
             parent.children = Siblings()
         parent.children.add(node)
+        self.tags.hold(node.tag)
         self.place(node, block_id)
         return node
 
@@ -235,6 +232,7 @@ class BlockTree:
         node.parent.children.remove(node)
         if not node.parent.children:
             node.parent.children = None
+        self.tags.release(node.tag)
         self._refresh(node.parent)
 
     @staticmethod

@@ -24,6 +24,7 @@ def check_cache(
     nodes = list(tree.walk())
     _check_ownership(device, host, nodes, leases)
     _check_pins(tree, nodes, transfers, leases)
+    tree.tags.check([*(node.tag for node in nodes), *(lease.own_tag for lease in leases)])
     idle = [node.block_id for node in nodes if node.block_id is not None and not node.num_pins]
     assert not any(device.is_held(block_id) for block_id in idle), "a block in a copy could be evicted"
     writers = [lease.tail for lease in leases if lease.tail is not None]

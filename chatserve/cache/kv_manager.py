@@ -81,12 +81,8 @@ class KVManager:
 
     # --- a request's life ---------------------------------------------------------------------------------------------
 
-    def match(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> PrefixMatch:
-        """How much of a sequence is cached, short of its last token, whose logits are wanted. Changes nothing.
-
-        `num_shared_tokens` decides what is shared when it is computed, not what may be found.
-        """
-        del num_shared_tokens
+    def match(self, token_ids: Sequence[int], user: UserId) -> PrefixMatch:
+        """How much of a sequence is cached, short of its last token, whose logits are wanted. Changes nothing."""
         path = self._tree.find(pack(token_ids[:-1]), Scope(user))
         num_swapped = sum(self.block_size for node in path.nodes if node.block_id is None)
         if path.fork is not None and path.fork.block_id is None:
@@ -98,7 +94,8 @@ class KVManager:
     ) -> Admission | None:
         """Pin the longest cached path of a request that starts, and plan what brings all of it to the device.
 
-        None if there are not enough blocks for that now; then nothing has changed.
+        Its first `num_shared_tokens` may be shared between users once they are computed; what may be found was decided
+        when it was computed. None if there are not enough blocks for that now; then nothing has changed.
         """
         assert request_id not in self._leases, f"{request_id} was admitted twice"
         assert user, "a user must have a name"
@@ -111,7 +108,7 @@ class KVManager:
         num_matched = len(path.nodes) * self.block_size + path.fork_tokens
         lease = Lease(
             request_id=request_id,
-            scope=Scope(user),
+            own_tag=self._tree.tags.acquire(Scope(user)),
             num_shared_tokens=num_shared_tokens,
             block_ids=[],
             num_committed=num_matched,
@@ -183,9 +180,8 @@ class KVManager:
         """The page daemon: copy cold leaves out ahead of need. It drops nothing, since that would gain nothing."""
         self._pager.reclaim(self._low, self._high)
 
-    def hint(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
+    def hint(self, token_ids: Sequence[int], user: UserId) -> None:
         """A request for this path is likely soon: count it as used, and bring it back as far as blocks are free."""
-        del num_shared_tokens
         path = self._tree.find(pack(token_ids), Scope(user))
         nodes = path.nodes if path.fork is None else (*path.nodes, path.fork)
         if not nodes:
@@ -199,13 +195,16 @@ class KVManager:
             self._pager.bring_back(node)
         self._tree.unpin(nodes[-1])
 
-    def release(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
-        """Forget a deleted session's path, from its end up to what is public, running, or part of another path."""
-        del num_shared_tokens
+    def release(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int = 0) -> None:
+        """Forget a deleted path, from its end up to what is public, running, or part of another path.
+
+        A block in which any of the first `num_kept_tokens` stands is kept: the conversation goes on from there.
+        """
+        num_kept = -(-num_kept_tokens // self.block_size)
         for path in reversed(self._tree.paths(pack(token_ids), Scope(user))):
             whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
             nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
-            for node in reversed(nodes):
+            for node in reversed(nodes[num_kept:]):
                 if node.is_public or node.num_pins or node.children or not self._tree.is_attached(node):
                     break
                 self._pager.forget(node)
@@ -321,6 +320,7 @@ class KVManager:
             lease.num_sealed -= 1
             self._pager.forget(node)
             node = lease.leaf
+        self._tree.tags.release(lease.own_tag)
         return lease
 
     # --- invariants ---------------------------------------------------------------------------------------------------

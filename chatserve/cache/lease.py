@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chatserve.cache.block_tree import Node
-from chatserve.types import BlockId, RequestId, Scope
+from chatserve.types import BlockId, RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,8 @@ class Lease:
     """
 
     request_id: RequestId
-    scope: Scope
+    own_tag: bytes
+    """Scope of what only its user may reuse."""
     num_shared_tokens: int
     block_ids: list[BlockId]
     num_committed: int

@@ -13,9 +13,10 @@ it is full it is sealed and shared. Tables never change for that:
 from __future__ import annotations
 
 from chatserve.cache.block_pool import BlockPool
-from chatserve.cache.block_tree import PUBLIC_TAG, BlockTree, Node
+from chatserve.cache.block_tree import BlockTree, Node
 from chatserve.cache.lease import Lease
 from chatserve.cache.pager import Pager
+from chatserve.cache.scopes import PUBLIC_TAG
 from chatserve.cache.siblings import TOKEN_BYTES, num_common
 from chatserve.cache.transfers import TransferBook
 from chatserve.types import BlockId
@@ -38,7 +39,7 @@ class Publisher:
         end = (lease.num_sealed + 1) * self._tree.block_size
         if lease.leaf.is_public and end <= lease.num_shared_tokens:
             return PUBLIC_TAG
-        return self._tree.tag(lease.scope)
+        return lease.own_tag
 
     def append(self, lease: Lease, tokens: bytes) -> None:
         """KV of these packed tokens now stands in the lease's blocks."""

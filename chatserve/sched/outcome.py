@@ -39,7 +39,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     reason: FinishReason
     token_ids: list[int]
     num_output_tokens: int
-    num_shared_tokens: int
     stop_token_id: int | None = None
     detail: str = ""
 

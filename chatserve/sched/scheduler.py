@@ -31,7 +31,7 @@ from chatserve.sched.request import Phase, Request
 from chatserve.types import FinishReason, RequestId, SamplingParams, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from chatserve.cache.kv_manager import KVManager
     from chatserve.types import BlockId
@@ -97,6 +97,10 @@ class Scheduler:
         """Whether the request waits or runs."""
         return request_id in self._requests
 
+    def is_taken(self, request_id: RequestId) -> bool:
+        """Whether the id cannot be used: its request waits or runs, or has an end that is still in the journal."""
+        return request_id in self._requests or any(ended.request_id == request_id for ended in self._journal.ended)
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -115,19 +119,20 @@ class Scheduler:
         *,
         request_id: RequestId,
         user: UserId,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         num_shared_tokens: int,
         num_prompt_tokens: int,
         sampling: SamplingParams,
         stop_token_ids: Iterable[int],
     ) -> None:
-        """Take a request, whose fields are those of the engine's `Submit` with the base's tokens in `token_ids`.
+        """Take a request, whose fields are those of the engine's `Submit` with the base's tokens in `token_ids`, a list
+        that is the scheduler's from now on.
 
         Raises:
             ContextOverflowError: the tokens leave no room for one more, now or ever.
             OverloadedError: the queue is full.
         """
-        assert request_id not in self._requests, f"{request_id} is here already"
+        assert not self.is_taken(request_id), f"{request_id} is here already"
         assert 0 < num_prompt_tokens <= len(token_ids)
         assert 0 <= num_shared_tokens <= len(token_ids)
         if len(token_ids) >= self._context_tokens:
@@ -137,7 +142,7 @@ class Scheduler:
         request = Request(
             request_id=request_id,
             user=user,
-            token_ids=list(token_ids),
+            token_ids=token_ids,
             num_shared_tokens=num_shared_tokens,
             num_prompt_tokens=num_prompt_tokens,
             sampling=sampling,
@@ -284,7 +289,7 @@ class Scheduler:
                 return
             if request.blocked_on is not None and request.blocked_on.holds():
                 continue
-            match = self._kv.match(request.token_ids, request.user, request.num_shared_tokens)
+            match = self._kv.match(request.token_ids, request.user)
             num_here = match.num_cached + match.num_swapped
             request.blocked_on = find_leader(request, num_here, leaders, self._block_size)
             if request.blocked_on is not None:
@@ -398,7 +403,6 @@ class Scheduler:
                 reason=reason,
                 token_ids=kept,
                 num_output_tokens=num_output_tokens,
-                num_shared_tokens=request.num_shared_tokens,
                 stop_token_id=stop_token_id,
                 detail=detail,
             )

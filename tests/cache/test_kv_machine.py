@@ -155,13 +155,16 @@ class KVMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hint(self, data: st.DataObject) -> None:
         known = data.draw(st.sampled_from(self.known))
-        self.cache.kv.hint(known.token_ids, UserId(known.user), known.num_shared)
+        self.cache.kv.hint(known.token_ids, UserId(known.user))
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         known = data.draw(st.sampled_from(self.known))
-        self.cache.kv.release(known.token_ids, UserId(known.user), known.num_shared)
+        num_kept = data.draw(st.sampled_from([0, 0, 1, 5, len(known.token_ids)]))
+        before = self.cache.match([*known.token_ids[:num_kept], 0], known.user)
+        self.cache.kv.release(known.token_ids, UserId(known.user), num_kept)
+        assert self.cache.match([*known.token_ids[:num_kept], 0], known.user) == before, "lost what was to be kept"
 
     # --- what must hold -----------------------------------------------------------------------------------------------
 
@@ -191,7 +194,7 @@ class KVMachine(RuleBasedStateMachine):
         self.cache.expect_idle()
         for known in self.known:
             for cut in range(len(known.token_ids), 0, -1):
-                self.cache.kv.release(known.token_ids[:cut], UserId(known.user), known.num_shared)
+                self.cache.kv.release(known.token_ids[:cut], UserId(known.user))
                 self.cache.kv.check()
         assert all(node.is_public for node in self.cache.kv._tree.walk()), "a private block outlived all its sessions"
 

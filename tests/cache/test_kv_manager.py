@@ -86,8 +86,7 @@ def test_the_end_of_a_shared_prefix_can_be_used_in_the_step_that_copies_it() -> 
 def test_what_lies_past_the_shared_prefix_is_found_by_its_user_alone() -> None:
     cache = Cache(20)
     cache.chat([*SYSTEM, *PROMPT], user="ann", shared=len(SYSTEM))
-    assert cache.match([*SYSTEM, *PROMPT], user="ann", shared=len(SYSTEM)) == len(SYSTEM) + len(PROMPT) - 1
-    assert cache.match([*SYSTEM, *PROMPT], user="bob", shared=len(SYSTEM)) == len(SYSTEM)
+    assert cache.match([*SYSTEM, *PROMPT], user="ann") == len(SYSTEM) + len(PROMPT) - 1
     assert cache.match([*SYSTEM, *PROMPT], user="bob") == len(SYSTEM)
     assert cache.match(PROMPT, user="ann") == 0
 
@@ -95,7 +94,7 @@ def test_what_lies_past_the_shared_prefix_is_found_by_its_user_alone() -> None:
 def test_a_prompt_that_nobody_declared_shared_is_private() -> None:
     cache = Cache(20)
     cache.chat(PROMPT, user="ann")
-    assert cache.match(PROMPT, user="bob", shared=len(PROMPT)) == 0
+    assert cache.match(PROMPT, user="bob") == 0
 
 
 def test_an_idle_tail_is_extended_where_it_stands() -> None:
@@ -236,7 +235,7 @@ def test_a_burst_of_one_off_chats_leaves_the_system_prompt(num_host_blocks: int)
         cache.chat([*system, index, 1, 2])
     for index in range(1000):
         cache.chat([5000 + index, 1, 2, 3, 4, 5])
-    assert cache.kv.match([*system, 9], UserId("ann"), 0).num_cached == len(system)
+    assert cache.kv.match([*system, 9], UserId("ann")).num_cached == len(system)
 
 
 def test_chats_that_follow_one_another_under_a_system_prompt_compute_it_once() -> None:
@@ -265,7 +264,7 @@ def swapped_out(num_host_blocks: int = 20) -> Cache:
     cache = Cache(8, num_host_blocks)
     cache.chat(PROMPT)
     cache.chat(list(range(100, 130)))
-    found = cache.kv.match(PROMPT, UserId("ann"), 0)
+    found = cache.kv.match(PROMPT, UserId("ann"))
     assert (found.num_cached, found.num_swapped) == (0, 13)
     return cache
 
@@ -293,7 +292,7 @@ def test_evicting_again_what_came_back_unchanged_moves_nothing() -> None:
     cache = swapped_out()
     cache.chat([*PROMPT[:12], 77])
     before = cache.kv.counters["swapped_out_blocks"]
-    cache.kv.hint(PROMPT[:12], UserId("ann"), 0)
+    cache.kv.hint(PROMPT[:12], UserId("ann"))
     cache.step()
     for node in list(cache.kv._tree.spare_copies):
         assert node.host_block_id is not None
@@ -328,19 +327,19 @@ def test_a_full_host_pool_forgets_its_coldest_leaf() -> None:
 
 def test_a_hint_brings_a_path_back_while_blocks_are_free() -> None:
     cache = swapped_out()
-    cache.kv.hint(PROMPT, UserId("ann"), 0)
+    cache.kv.hint(PROMPT, UserId("ann"))
     assert not cache.kv.take_transfers()
-    cache.kv.release(list(range(100, 130)), UserId("ann"), 0)
-    cache.kv.hint(PROMPT, UserId("ann"), 0)
+    cache.kv.release(list(range(100, 130)), UserId("ann"))
+    cache.kv.hint(PROMPT, UserId("ann"))
     cache.kv.check()
     cache.step()
-    assert cache.kv.match(PROMPT, UserId("ann"), 0).num_cached == 13
+    assert cache.kv.match(PROMPT, UserId("ann")).num_cached == 13
 
 
 def test_a_hint_never_costs_a_request_its_room() -> None:
     cache = swapped_out()
-    cache.kv.release(list(range(100, 130)), UserId("ann"), 0)
-    cache.kv.hint(PROMPT, UserId("ann"), 0)
+    cache.kv.release(list(range(100, 130)), UserId("ann"))
+    cache.kv.hint(PROMPT, UserId("ann"))
     assert cache.kv.counts()[0].pinned == 4
     running = cache.admit("large", list(range(500, 532)))
     assert running is not None
@@ -453,8 +452,8 @@ def test_a_preempted_requests_own_blocks_go_first_and_come_back() -> None:
     cache.step({"one": 12})
     cache.preempt("one")
     cache.chat(list(range(70, 86)))
-    assert cache.kv.match(list(range(50, 59)), UserId("ann"), 0).num_cached == 8
-    found = cache.kv.match([*PROMPT[:12], 5], UserId("ann"), 0)
+    assert cache.kv.match(list(range(50, 59)), UserId("ann")).num_cached == 8
+    found = cache.kv.match([*PROMPT[:12], 5], UserId("ann"))
     assert (found.num_cached, found.num_swapped) == (8, 4) or found.num_swapped > 0
     assert cache.chat([*PROMPT[:12], 5]).num_matched == 12
     assert cache.kv.counters["preemptions"] == 1
@@ -465,14 +464,34 @@ def test_a_deleted_sessions_own_blocks_are_freed_and_shared_ones_are_not() -> No
     shared = len(SYSTEM)
     cache.chat([*SYSTEM, *PROMPT], shared=shared)
     cache.chat([*SYSTEM, *PROMPT[:8], 90, 91, 92], shared=shared)
-    cache.kv.release([*SYSTEM, *PROMPT, 99], UserId("ann"), shared)
-    assert cache.match([*SYSTEM, *PROMPT], shared=shared) == shared + 8
-    cache.kv.release([*SYSTEM, *PROMPT[:8], 90, 91, 92], UserId("bob"), shared)
-    assert cache.match([*SYSTEM, *PROMPT[:8], 90, 91, 92, 93], shared=shared) == shared + 11
-    cache.kv.release([*SYSTEM, *PROMPT[:8], 90, 91, 92], UserId("ann"), shared)
-    assert cache.match([*SYSTEM, *PROMPT], shared=shared) == shared
+    cache.kv.release([*SYSTEM, *PROMPT, 99], UserId("ann"))
+    assert cache.match([*SYSTEM, *PROMPT]) == shared + 8
+    cache.kv.release([*SYSTEM, *PROMPT[:8], 90, 91, 92], UserId("bob"))
+    assert cache.match([*SYSTEM, *PROMPT[:8], 90, 91, 92, 93]) == shared + 11
+    cache.kv.release([*SYSTEM, *PROMPT[:8], 90, 91, 92], UserId("ann"))
+    assert cache.match([*SYSTEM, *PROMPT]) == shared
     assert cache.kv.counts()[0].cached == 3
     cache.expect_idle()
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 6, 8, 14])
+def test_a_deleted_end_takes_nothing_from_the_conversation_that_it_hung_on(num_kept: int) -> None:
+    cache = Cache(20)
+    cache.chat(PROMPT)
+    cache.kv.release(PROMPT, UserId("ann"), num_kept)
+    cache.kv.check()
+    assert cache.match([*PROMPT[:num_kept], 99]) == num_kept
+    assert cache.kv.counts()[0].cached == -(-num_kept // 4)
+
+
+def test_users_of_whom_nothing_is_cached_cost_nothing() -> None:
+    cache = Cache(8)
+    for index in range(50):
+        cache.chat(PROMPT[:10], user=f"user {index}")
+    cached = {node.tag for node in cache.kv._tree.walk()}
+    assert len(cache.kv._tree.tags) == len(cached) < 8
+    assert cache.match([*PROMPT[:10], 1], user="user 49") == 10
+    assert cache.match([*PROMPT[:10], 1], user="user 0") == 0
 
 
 def test_waste_is_the_last_block_of_each_sequence() -> None:

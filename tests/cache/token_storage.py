@@ -97,13 +97,13 @@ class Cache:
 
     # --- a request ----------------------------------------------------------------------------------------------------
 
-    def match(self, token_ids: Sequence[int], user: str = "ann", shared: int = 0) -> int:
-        found = self.kv.match(token_ids, UserId(user), shared)
+    def match(self, token_ids: Sequence[int], user: str = "ann") -> int:
+        found = self.kv.match(token_ids, UserId(user))
         self.kv.check()
         return found.num_cached + found.num_swapped
 
     def admit(self, name: str, token_ids: Sequence[int], user: str = "ann", shared: int = 0) -> Running | None:
-        matched = self.match(token_ids, user, shared)
+        matched = self.match(token_ids, user)
         admission = self.kv.admit(RequestId(name), token_ids, UserId(user), shared)
         self.kv.check()
         if admission is None:

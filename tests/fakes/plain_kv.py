@@ -44,7 +44,7 @@ class PlainKV:
         self._tables: dict[RequestId, list[BlockId]] = {}
         self._num_tokens: dict[RequestId, int] = {}
 
-    def match(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> Match:
+    def match(self, token_ids: Sequence[int], user: UserId) -> Match:
         return Match()
 
     def admit(
@@ -84,10 +84,10 @@ class PlainKV:
     def reclaim(self) -> None:
         pass
 
-    def hint(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
+    def hint(self, token_ids: Sequence[int], user: UserId) -> None:
         pass
 
-    def release(self, token_ids: Sequence[int], user: UserId, num_shared_tokens: int) -> None:
+    def release(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int = 0) -> None:
         pass
 
     def counts(self) -> tuple[Counts, Counts]:
