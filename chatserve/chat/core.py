@@ -110,10 +110,10 @@ class Core:
         num_chars = sum(len(m.text) for m in todo) + (len(system or "") if todo else 0)
         return await self.in_thread(num_chars, work)
 
-    def release(self, user: UserId, paths: Sequence[PathRef]) -> None:
-        """Let the engine forget paths; if it is away it has."""
+    def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
+        """Let the engine forget paths, and KV of all but their first tokens; if it is away it has."""
         if paths:
             try:
-                self.link.engine.release(user, tuple(paths))
+                self.link.engine.release(user, tuple(paths), num_kept_tokens)
             except EngineUnavailableError:
                 log.debug("the engine is away: nothing to release")

@@ -24,7 +24,7 @@ from chatserve.errors import NotFoundError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from chatserve.chat.generation import Generation
 
@@ -111,6 +111,13 @@ class LiveSession:
         self.tree = _tree(state)
         self._catch_up()
         self.is_uncertain = False
+
+    def forget_paths(self, messages: Iterable[MessageId]) -> tuple[PathRef, ...]:
+        """Take out what the engine holds of messages that are gone, and whatever else has the same handle."""
+        gone = tuple(self.paths[message] for message in messages if message in self.paths)
+        handles = {(path.epoch, path.handle) for path in gone}
+        self.paths = {m: path for m, path in self.paths.items() if (path.epoch, path.handle) not in handles}
+        return gone
 
     def check(self) -> None:
         self.tree.check()

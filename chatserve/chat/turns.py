@@ -109,12 +109,11 @@ class Turns:
                 running = [live.generations[m] for m in gone if m in live.generations]
                 if not running:
                     change = live.tree.delete(message)
-                    paths = tuple(live.paths[m] for m in gone if m in live.paths)
+                    left = live.tree.path(live.tree.get(message).parent)
                     events: list[AnyEvent] = [MessageDeleted(session=session, message=message, deleted=len(gone))]
                     await self._commit(request, live, change, events, {"deleted": len(gone)})
-                    for m in gone:
-                        live.paths.pop(m, None)
-                    core.release(user, paths)
+                    paths = live.forget_paths(gone)
+                    core.release(user, paths, sum(len(m.token_ids) for m in left))
                     return
             await core.generations.stop_and_wait(running)
 

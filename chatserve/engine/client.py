@@ -121,9 +121,9 @@ class EngineClient:
         """See `Hint`."""
         self._send(Hint(user, path))
 
-    def release(self, user: UserId, paths: Sequence[PathRef]) -> None:
+    def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
         """See `Release`."""
-        self._send(Release(user, tuple(paths)))
+        self._send(Release(user, tuple(paths), num_kept_tokens))
 
     async def inspect(self, *, with_map: bool = False) -> CacheReport:
         """The state of the engine's cache now."""

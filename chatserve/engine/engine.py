@@ -106,9 +106,9 @@ class Engine:
         """Asked to drain, and nothing runs or waits."""
         return self._draining and not self._scheduler.has_work
 
-    def is_live(self, request_id: RequestId) -> bool:
-        """Whether the request waits or runs."""
-        return request_id in self._scheduler
+    def is_taken(self, request_id: RequestId) -> bool:
+        """Whether the id cannot be used: its request waits or runs, or its end has still to be said."""
+        return self._scheduler.is_taken(request_id)
 
     def report(self, command: Inspect) -> CacheReport:
         """The state of the cache, as it is now."""
@@ -188,7 +188,7 @@ class Engine:
         """What is wrong with a submit, if anything: a client's mistake must not reach the model."""
         ids, vocab_size = submit.token_ids, self.info.vocab_size
         fault = None
-        if submit.request_id in self._scheduler:
+        if self.is_taken(submit.request_id):
             fault = f"request {submit.request_id} is running already"
         elif ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
@@ -218,16 +218,15 @@ class Engine:
     def _hint(self, hint: Hint) -> None:
         token_ids = self._read(hint.path, hint)
         if token_ids is not None:
-            num_shared_tokens = self._paths.num_shared_tokens(hint.user, hint.path.handle)
-            self._kv.hint(token_ids, hint.user, min(num_shared_tokens, len(token_ids)))
+            self._kv.hint(token_ids, hint.user)
             self._stirred = True
 
     def _release(self, release: Release) -> None:
-        for path in release.paths:
+        # The longest first: a handle that is named twice is read to its end before it is forgotten.
+        for path in sorted(release.paths, key=lambda path: path.num_tokens, reverse=True):
             token_ids = self._read(path, release)
             if token_ids is not None:
-                num_shared_tokens = self._paths.num_shared_tokens(release.user, path.handle)
-                self._kv.release(token_ids, release.user, min(num_shared_tokens, len(token_ids)))
+                self._kv.release(token_ids, release.user, release.num_kept_tokens)
                 self._paths.forget(path.handle)
                 self._stirred = True
 
@@ -312,7 +311,6 @@ class Engine:
         handle = self._paths.add(
             ended.user,
             ended.token_ids,
-            num_shared_tokens=ended.num_shared_tokens,
             base=None if base is None else base.handle,
             num_inherited=0 if base is None else base.num_tokens,
         )

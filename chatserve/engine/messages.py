@@ -79,10 +79,13 @@ class Hint(Command, frozen=True):
 
 
 class Release(Command, frozen=True):
-    """A deleted session: the paths are forgotten, and their blocks that no other path shares are freed first."""
+    """A deleted session or message: the paths are forgotten, and those of their blocks are freed that no other path
+    shares and in which none of the first `num_kept_tokens` stands.
+    """
 
     user: UserId
     paths: tuple[PathRef, ...]
+    num_kept_tokens: int = 0
 
 
 class Inspect(Command, frozen=True):

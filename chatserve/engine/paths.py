@@ -1,8 +1,9 @@
 """Sequences that the engine remembers, so that a next turn sends only what is new.
 
 A rope: a path holds a reference to the path it continues, how much of it it keeps, and its own new ids. Branches of
-one conversation share their past. Bounded in tokens; the least recently used handle is forgotten first, and a client
-that names it is asked for all ids again. Owns handles and ids; knows nothing of KV, which comes and goes by itself.
+one conversation share their past. Bounded in tokens and in number; the least recently used handle is forgotten first,
+and a client that names it is asked for all ids again. Owns handles and ids; knows nothing of KV, which comes and goes
+by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS: Final = 32_000_000
 """Four bytes each."""
+MAX_PATHS: Final = 250_000
+"""Some four hundred bytes each, whatever its length: many short paths weigh more than their tokens."""
 
 
 class UnknownPathError(Exception):
@@ -27,16 +30,13 @@ class UnknownPathError(Exception):
 class _Path:
     """`parent`'s first `num_inherited` tokens, then `own`. `num_users` counts the table's entry and the children."""
 
-    __slots__ = ("num_inherited", "num_shared_tokens", "num_users", "own", "parent", "user")
+    __slots__ = ("num_inherited", "num_users", "own", "parent", "user")
 
-    def __init__(
-        self, user: UserId, parent: _Path | None, num_inherited: int, own: array[int], num_shared_tokens: int
-    ) -> None:
+    def __init__(self, user: UserId, parent: _Path | None, num_inherited: int, own: array[int]) -> None:
         self.user = user
         self.parent = parent
         self.num_inherited = num_inherited
         self.own = own
-        self.num_shared_tokens = num_shared_tokens
         self.num_users = 1
 
     @property
@@ -47,12 +47,15 @@ class _Path:
 class PathTable:
     """Handles of paths, least recently used first."""
 
-    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, max_tokens: int = MAX_TOKENS, max_paths: int = MAX_PATHS) -> None:
         self._max_tokens = max_tokens
+        self._max_paths = max_paths
         self._paths: OrderedDict[int, _Path] = OrderedDict()
         self._next_handle = 1
         self._num_tokens = 0
         """Ids held by paths in the table and by those that they continue."""
+        self._num_paths = 0
+        """How many paths these are."""
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -69,27 +72,27 @@ class PathTable:
         user: UserId,
         token_ids: Sequence[int],
         *,
-        num_shared_tokens: int,
         base: int | None = None,
         num_inherited: int = 0,
     ) -> int:
         """Remember `token_ids` and return their handle.
 
         If `base` is still known, `token_ids` must begin with its first `num_inherited` tokens, and only the rest is
-        stored. The newest path is kept even where it is larger than the bound alone.
+        stored. The newest path is kept even where it is larger than the bounds alone.
         """
         parent = None if base is None else self._paths.get(base)
         num_inherited = 0 if parent is None else num_inherited
         while parent is not None and num_inherited <= parent.num_inherited:  # continue the path that holds the ids
             parent = parent.parent
-        path = _Path(user, parent, num_inherited, array("I", token_ids[num_inherited:]), num_shared_tokens)
+        path = _Path(user, parent, num_inherited, array("I", token_ids[num_inherited:]))
         if parent is not None:
             parent.num_users += 1
         self._num_tokens += len(path.own)
+        self._num_paths += 1
         handle = self._next_handle
         self._next_handle += 1
         self._paths[handle] = path
-        while self._num_tokens > self._max_tokens and len(self._paths) > 1:
+        while self._is_over_bounds and len(self._paths) > 1:
             self.forget(next(iter(self._paths)))
         return handle
 
@@ -113,14 +116,6 @@ class PathTable:
         assert len(token_ids) == num_tokens
         return token_ids
 
-    def num_shared_tokens(self, user: UserId, handle: int) -> int:
-        """How many of the path's first tokens may be shared between users.
-
-        Raises:
-            UnknownPathError: see there.
-        """
-        return self._find(user, handle, 0).num_shared_tokens
-
     def forget(self, handle: int) -> None:
         """Drop a handle, if it is known. Its ids stay as long as another path continues them."""
         node: _Path | None = self._paths.pop(handle, None)
@@ -129,7 +124,12 @@ class PathTable:
             if node.num_users:
                 return
             self._num_tokens -= len(node.own)
+            self._num_paths -= 1
             node = node.parent
+
+    @property
+    def _is_over_bounds(self) -> bool:
+        return self._num_tokens > self._max_tokens or self._num_paths > self._max_paths
 
     def _find(self, user: UserId, handle: int, num_tokens: int) -> _Path:
         path = self._paths.get(handle)
@@ -155,5 +155,6 @@ class PathTable:
             else:
                 assert node.num_inherited == 0
         assert sum(len(node.own) for node in live.values()) == self._num_tokens
+        assert len(live) == self._num_paths
         assert all(users[key] == node.num_users for key, node in live.items())
-        assert self._num_tokens <= self._max_tokens or len(self._paths) <= 1
+        assert not self._is_over_bounds or len(self._paths) <= 1

@@ -180,7 +180,7 @@ class EngineServer:
     def _handle(self, client: Connection, command: AnyCommand) -> None:
         match command:
             case Submit(request_id=request_id):
-                if request_id in self._owners or self._engine.is_live(request_id):
+                if request_id in self._owners or self._engine.is_taken(request_id):
                     detail = f"request {request_id} is running already"
                     rejected = Rejected(request_id=request_id, code="bad_params", detail=detail)
                     client.send(StepOutput(rejected=(rejected,)))

@@ -180,6 +180,31 @@ async def test_deleting_what_is_being_generated_ends_it_first_and_once(harness: 
         assert [end.reason for end in harness.mirrors[session].ends[message]] == ["cancelled"]
 
 
+async def test_what_is_deleted_leaves_the_cache_and_what_it_hung_on_does_not(harness: Harness) -> None:
+    session = await harness.create(params={"max_tokens": 30})
+    _, one = await harness.turn(session, "a question that is some blocks long, and then a few more words")
+    question, answer = await harness.turn(session, "and another one", one)
+    before = (await harness.client.inspect()).device.cached
+    await harness.call("delete_message", session=session, message=answer)
+    assert (await harness.client.inspect()).device.cached < before
+    again = await harness.regenerate(session, question)
+    await harness.ended(session, again)
+    assert harness.started(session, again).computed_tokens == 1
+
+
+async def test_a_deleted_session_leaves_nothing_private_in_the_cache(harness: Harness) -> None:
+    public = (await harness.client.inspect()).device.cached
+    session = await harness.create(params={"max_tokens": 30})
+    question, _ = await harness.turn(session, "a question that is some blocks long, and then a few more words")
+    for seed in range(3):
+        await harness.ended(session, await harness.regenerate(session, question, seed=seed, temperature=1.0))
+    await harness.call("delete_session", session=session)
+    await harness.idle()
+    engine = harness.client.engine
+    assert all(node.is_public for node in engine._kv._tree.walk())
+    assert (await harness.client.inspect()).device.cached <= public + 2
+
+
 async def test_a_regenerated_answer_on_an_old_branch_leaves_other_forks_alone(harness: Harness) -> None:
     session = await harness.create(params={"max_tokens": 3})
     mirror = harness.mirrors[session]

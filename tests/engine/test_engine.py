@@ -176,6 +176,27 @@ def test_a_cancel_counts_from_the_next_step_on() -> None:
     assert [finished.reason for finished in output.finished] == ["cancelled"]
 
 
+def test_an_id_is_free_again_when_its_end_has_been_said_and_not_before() -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner)
+    engine.handle(make_submit("first", range(20)))
+    transcript = run_until_idle(engine)
+    base = path_of(transcript, "first")
+    engine.handle(make_submit("a", range(100, 120), max_tokens=50))
+    engine.step()
+    engine.handle(cancel("a"))
+    engine.handle(make_submit("a", (1, 2), base=base))
+    output = engine.step()
+    assert output is not None
+    assert [rejected.code for rejected in output.rejected] == ["bad_params"]
+    (finished,) = output.finished
+    engine.handle(make_submit("a", (1, 2), base=base))
+    engine.handle(make_submit("b", (3,), base=finished.path))
+    again = run_until_idle(engine)
+    assert again.text("a") == oracle(runner, [*range(20), *transcript.text("first"), 1, 2])
+    assert again.text("b")[:8] == oracle(runner, [*range(100, 120), oracle(runner, [*range(100, 120)], 1)[0], 3])
+
+
 def test_draining_finishes_what_is_here_and_refuses_the_rest() -> None:
     engine = make_engine(FakeRunner())
     engine.handle(make_submit("a", range(20)))
@@ -311,6 +332,32 @@ def test_released_paths_are_forgotten_and_their_blocks_are_free() -> None:
     assert transcript.rejected["b"].code == "need_tokens"
     report = engine.report(Inspect(0))
     assert report.device.free == report.device.total
+
+
+def test_an_answer_whose_question_names_the_same_path_is_released_to_its_end() -> None:
+    """The paths of a regenerated answer and of its question have one handle; the question may be named first."""
+    engine = make_engine(FakeRunner())
+    prompt = list(range(40))
+    engine.handle(make_submit("a", prompt, max_tokens=30))
+    transcript = run_until_idle(engine)
+    answer = path_of(transcript, "a")
+    question = msgspec.structs.replace(answer, num_tokens=len(prompt))
+    engine.handle(Release(make_submit("x", (1,)).user, (question, answer)))
+    run_until_idle(engine, transcript)
+    report = engine.report(Inspect(0))
+    assert report.device.free == report.device.total
+
+
+def test_a_deleted_answer_leaves_its_conversation_in_the_cache() -> None:
+    engine = make_engine(FakeRunner())
+    prompt = list(range(40))
+    engine.handle(make_submit("a", prompt, max_tokens=30))
+    transcript = run_until_idle(engine)
+    engine.handle(Release(make_submit("x", (1,)).user, (path_of(transcript, "a"),), len(prompt)))
+    engine.handle(make_submit("b", prompt))
+    run_until_idle(engine, transcript)
+    assert transcript.started["b"].computed_tokens == 1
+    assert engine.report(Inspect(0)).device.cached <= 4
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -97,12 +97,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 10), keep=st.one_of(st.none(), st.integers(0, 6)))
     def cancel(self, number: int, keep: int | None) -> None:
-        live = [request_id for request_id in self.sent if self.engine.is_live(RequestId(request_id))]
+        live = [request_id for request_id in self.sent if request_id in self.engine._scheduler]
         if live:
             request_id = live[number % len(live)]
             self.kept[request_id] = keep
             self.engine.handle(make_cancel(request_id, keep))
-            assert not self.engine.is_live(RequestId(request_id))
+            assert request_id not in self.engine._scheduler
 
     @rule(path=paths)
     def hint(self, path: PathRef) -> None:

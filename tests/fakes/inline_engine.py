@@ -74,8 +74,8 @@ class InlineEngineClient:
     def hint(self, user: UserId, path: PathRef) -> None:
         self._send(Hint(user, path))
 
-    def release(self, user: UserId, paths: Sequence[PathRef]) -> None:
-        self._send(Release(user, tuple(paths)))
+    def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
+        self._send(Release(user, tuple(paths), num_kept_tokens))
 
     async def inspect(self, *, with_map: bool = False) -> CacheReport:
         return self._up().report(Inspect(next(self._tags), with_map))
