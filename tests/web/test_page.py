@@ -61,6 +61,8 @@ UNTIL_LONG = """(length) => new Promise((resolve) => {
         ? resolve() : requestAnimationFrame(look);
     look();
 })"""
+TOP = "document.getElementById('scroller').scrollTop"
+BOTTOM = "(() => { const s = document.getElementById('scroller'); return s.scrollHeight - s.clientHeight; })()"
 UNTIL_STILL = """() => new Promise((resolve) => {
     let [top, frames] = [-1, 0];
     const look = () => {
@@ -238,6 +240,13 @@ async def test_typing_is_hinted_once_it_pauses(tab: Tab) -> None:
     assert hints == [{"type": "typing", "session": tab.session, "parent": leaf, "text": "a draft"}]
 
 
+async def test_an_address_that_names_no_chat_says_so(tab: Tab) -> None:
+    for address in ("#/c/nothing", "#/c/%zz"):
+        await tab.page.goto("about:blank")
+        await tab.open(address)
+        await expect(tab.page.locator("#conversation")).to_contain_text("This chat is not here")
+
+
 async def test_two_tabs_stay_in_step(tab: Tab, context: BrowserContext) -> None:
     await tab.ask("Shared")
     other = Tab(await context.new_page(), tab.server)
@@ -333,21 +342,29 @@ async def test_the_view_stays_where_the_reader_scrolled_to(tab: Tab, answers: An
     pace.allow(700)
     await tab.send("Write a long text")
     await expect(tab.page.locator(".markdown")).to_contain_text("Paragraph 20.")
-    top = "document.getElementById('scroller').scrollTop"
-    bottom = "(() => { const s = document.getElementById('scroller'); return s.scrollHeight - s.clientHeight; })()"
-    assert abs(await tab.page.evaluate(top) - await tab.page.evaluate(bottom)) <= 1, "it follows while at the bottom"
+    assert abs(await tab.page.evaluate(TOP) - await tab.page.evaluate(BOTTOM)) <= 1, "it follows while at the bottom"
     await tab.page.mouse.move(700, 300)
     await tab.page.mouse.wheel(0, -400)
     await expect(tab.page.locator("#jump")).to_be_visible()
     await tab.page.evaluate(UNTIL_STILL)
-    before, height = await tab.page.evaluate(top), await tab.page.evaluate(bottom)
+    before, height = await tab.page.evaluate(TOP), await tab.page.evaluate(BOTTOM)
     pace.release()
     await tab.finished()
-    assert await tab.page.evaluate(bottom) > height + 1000
-    assert await tab.page.evaluate(top) == before
+    assert await tab.page.evaluate(BOTTOM) > height + 1000
+    assert await tab.page.evaluate(TOP) == before
     await tab.page.click("#jump")
     await expect(tab.page.locator("#jump")).to_be_hidden()
-    assert abs(await tab.page.evaluate(top) - await tab.page.evaluate(bottom)) <= 1
+    assert abs(await tab.page.evaluate(TOP) - await tab.page.evaluate(BOTTOM)) <= 1
+
+
+async def test_writing_several_lines_leaves_the_reader_at_the_bottom(tab: Tab, answers: Answers) -> None:
+    answers.say(lambda _question: "Paragraph.\n\n" * 40)
+    await tab.ask("Write a long text")
+    for letter in "one\ntwo\nthree":
+        await tab.page.press("#composer-text", "Shift+Enter" if letter == "\n" else letter)
+    await tab.page.evaluate(UNTIL_STILL)
+    await expect(tab.page.locator("#jump")).to_be_hidden()
+    assert abs(await tab.page.evaluate(TOP) - await tab.page.evaluate(BOTTOM)) <= 1
 
 
 async def test_an_oversize_text_stays_in_the_box_and_the_socket_goes_on(tab: Tab) -> None:
@@ -399,6 +416,24 @@ async def test_settings_are_checked_here_and_kept_there(tab: Tab) -> None:
     state = await tab.server.context.service.export(LOCAL_USER, SessionId(tab.session))
     assert state["params"] == {}
     assert state["system"] == "Be brief."
+
+
+async def test_a_setting_changed_before_the_last_one_is_saved_loses_neither(tab: Tab) -> None:
+    await tab.ask("Hello")
+    await tab.page.get_by_role("button", name="Chat settings").click()
+    await tab.page.evaluate("""() => {
+        for (const [name, value] of [['temperature', '0'], ['top_k', '5'], ['min_p', '0.5']]) {
+            const input = document.getElementById(`param-${name}`);
+            input.value = value;
+            input.dispatchEvent(new Event('change'));
+        }
+    }""")
+    await until(lambda: len([frame for frame in tab.sent if frame["type"] == "session.update"]) == 3)
+    await expect(tab.page.locator(".settings-status")).to_have_text("Saved")
+    await tab.page.reload()
+    await tab.page.get_by_role("button", name="Chat settings").click()
+    for name, value in (("temperature", "0"), ("top_k", "5"), ("min_p", "0.5")):
+        await expect(tab.page.locator(f"#param-{name}")).to_have_value(value)
 
 
 async def test_settings_made_before_the_first_message_are_the_new_chats_alone(tab: Tab) -> None:

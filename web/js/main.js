@@ -53,9 +53,22 @@ const shownSession = () => (store.state.shown === null ? undefined : store.state
 /** @param {string | null} session */
 const addressOf = (session) => (session === null ? "#/" : `#/c/${encodeURIComponent(session)}`);
 
+/**
+ * @param {string} hash
+ * @returns {string | null}
+ */
+function sessionOf(hash) {
+  const found = /^#\/c\/(.+)$/.exec(hash)?.[1];
+  if (found === undefined) return null;
+  try {
+    return decodeURIComponent(found);
+  } catch {
+    return found; // nobody's id, which the server will say
+  }
+}
+
 function readAddress() {
-  const found = /^#\/c\/(.+)$/.exec(location.hash)?.[1];
-  const session = found === undefined ? null : decodeURIComponent(found);
+  const session = sessionOf(location.hash);
   if (session !== store.state.shown) {
     notices.clear();
     actions.show(session);

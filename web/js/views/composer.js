@@ -31,6 +31,7 @@ export class Composer {
    * @param {Handlers} handlers
    */
   constructor(form, handlers) {
+    this._form = form;
     this._handlers = handlers;
     /** @type {string | null | undefined} the session whose draft is in the box */
     this._session = undefined;
@@ -137,9 +138,12 @@ export class Composer {
     if (text !== "" && text.length <= TYPING_MAX_CHARS) this._typingTimer = setTimeout(() => this._handlers.typing(text), TYPING_AFTER_MS);
   }
 
+  /** As high as its text. The form is held still while that is measured, or the conversation above would be scrolled. */
   _fit() {
+    this._form.style.height = `${this._form.offsetHeight}px`;
     this.text.style.height = "auto";
     this.text.style.height = `${this.text.scrollHeight}px`;
+    this._form.style.height = "";
   }
 
   /** @param {KeyboardEvent} event */

@@ -50,6 +50,9 @@ export class SettingsView {
     this._session = undefined;
     /** @type {Settings} as last shown */
     this._settings = this.pending;
+    /** @type {Params} as last sent: the next change builds on it, for the server may not have told yet that it has it */
+    this._sent = this.pending.params;
+    this._numSaving = 0;
     this._status = h("p", { class: "settings-status", role: "status" });
     this._system = h("textarea", { id: "system", rows: "6", placeholder: "You are a helpful assistant…", onchange: () => this._save({ system: this._system.value }) });
     /** @type {Map<string, {input: HTMLInputElement | HTMLTextAreaElement, problem: HTMLElement}>} */
@@ -88,6 +91,7 @@ export class SettingsView {
     const switched = state.shown !== this._session;
     this._session = state.shown;
     this._settings = settings;
+    if (this._numSaving === 0 || switched) this._sent = settings.params;
     if (switched) this._status.textContent = "";
     const put = (/** @type {HTMLInputElement | HTMLTextAreaElement} */ input, /** @type {string} */ value) => {
       // What is being typed here is not overwritten by what another tab saved.
@@ -113,9 +117,10 @@ export class SettingsView {
     }
     setProblem(input, problem, "");
     /** @type {Record<string, any>} */
-    const params = { ...this._settings.params };
+    const params = { ...this._sent };
     if (read.value === null) delete params[name];
     else params[name] = read.value;
+    this._sent = params;
     void this._save({ params });
   }
 
@@ -129,11 +134,15 @@ export class SettingsView {
       return;
     }
     this._status.textContent = "Saving…";
+    this._numSaving += 1;
     try {
       await this._handlers.update(session, change);
       this._status.textContent = "Saved";
     } catch (error) {
       this._status.textContent = `Not saved: ${/** @type {Error} */ (error).message}`;
+      if (session === this._session) this._sent = this._settings.params;
+    } finally {
+      this._numSaving -= 1;
     }
   }
 }

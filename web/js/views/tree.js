@@ -10,7 +10,8 @@ import { h, iconButton } from "./dom.js";
 
 /** @typedef {import("../reducer.js").Session} Session */
 
-const PREVIEW_CHARS = 80;
+/** More than a row shows, so that where it ends is the style sheet's to say. */
+const PREVIEW_CHARS = 160;
 /** A chat may have thousands of messages; an outline of more than this helps nobody. */
 const MOST_ROWS = 2000;
 
