@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,6 +50,26 @@ def test_page_has_nothing_inline_and_names_no_other_host() -> None:
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "://" not in text.replace('`${location.protocol === "https:" ? "wss" : "ws"}://', ""), file
         assert "innerHTML" not in text, file
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_is_readable_on_every_surface_it_stands_on(scheme: int) -> None:
+    found = re.findall(r"--([a-z-]+): light-dark\((#\w{6}), (#\w{6})\);", (WEB / "css" / "base.css").read_text())
+    colours = {name: pair[scheme] for name, *pair in found}
+    surfaces = ("paper", "panel", "raised", "code-paper")
+    pairs = [(ink, on) for ink in ("ink", "ink-soft", "ink-faint", "accent", "danger") for on in surfaces]
+    pairs += [("ink", "bubble"), ("ink", "accent-wash"), ("accent-ink", "accent"), ("danger", "danger-wash")]
+    pairs += [("warn", "warn-wash")]
+    for ink, surface in pairs:
+        light, dark = sorted((luminance(colours[ink]), luminance(colours[surface])), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{ink} on {surface}"
 
 
 def test_every_file_that_a_module_imports_is_there() -> None:
