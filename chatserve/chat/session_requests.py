@@ -117,16 +117,13 @@ class SessionRequests:
             self._check(title=conversation.title, system=conversation.system)
             for message in conversation.messages:
                 core.check_text("text", message.text)
+        all_params = [validate_params(conversation.params) for conversation in found]
         built = [transfer.build(c, core.limits, new_id=core.new_message_id, now=core.clock()) for c in found]
         created: list[SessionId] = []
         try:
-            for conversation, (messages, leaf) in zip(found, built, strict=True):
+            for conversation, params, (messages, leaf) in zip(found, all_params, built, strict=True):
                 record = self._new_record(
-                    user,
-                    title=conversation.title,
-                    system=conversation.system,
-                    params=validate_params(conversation.params),
-                    leaf=leaf,
+                    user, title=conversation.title, system=conversation.system, params=params, leaf=leaf
                 )
                 await self._create(record, messages, None)
                 created.append(record.session)
@@ -136,6 +133,7 @@ class SessionRequests:
                     core.sessions.remove(live)
                 with contextlib.suppress(ChatError):
                     await core.store.commit(Transaction(user=user, session=session, delete=True))
+                    core.publish_changed(user, session, None, deleted=True)
             raise
         return created
 

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from chatserve.chat import transfer
 from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.store import Committed, Transaction
 from chatserve.config import Limits
-from chatserve.errors import BadParamsError, TooLargeError
+from chatserve.errors import BadParamsError, StoreUnavailableError, TooLargeError
 from chatserve.types import MessageId
 from tests.chat.harness import ANN, Harness, refused
+from tests.fakes.memory_store import MemoryStore
 
 Encoders = dict[str, PromptEncoder]
 
@@ -98,6 +100,23 @@ async def test_what_is_wrong_with_a_file_is_said_and_nothing_is_created(
         assert isinstance(error, BadParamsError)
         assert why in error.detail
         assert (await harness.service.list_sessions(ANN)).sessions == ()
+
+
+async def test_an_import_that_cannot_be_stored_is_taken_back_and_nobody_goes_on_seeing_it(encoders: Encoders) -> None:
+    class Full(MemoryStore):
+        async def commit(self, change: Transaction) -> Committed:
+            if change.create and self.num_commits == 2:
+                raise StoreUnavailableError("no room")
+            return await super().commit(change)
+
+    async with Harness(encoders["chatml"], store=Full()) as harness:
+        file = json.dumps([{"messages": [], "title": str(n)} for n in range(3)]).encode()
+        assert isinstance(await refused(harness.service.import_(ANN, file)), StoreUnavailableError)
+        seen = [session for session, _, deleted in harness.changed if not deleted]
+        assert len(seen) == 2
+        assert sorted(seen) == sorted(session for session, _, deleted in harness.changed if deleted)
+        await harness.until(lambda: harness.health[-1] == ("store", True))
+        assert not (await harness.service.list_sessions(ANN)).sessions
 
 
 async def test_limits_hold_for_imports_too(encoders: Encoders) -> None:
