@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_DEATHS: Final = 2
-"""A run that was on the engine at so many of its deaths is suspected of causing them and is not submitted again."""
+"""A run that was on the engine at so many of its deaths is suspected of causing them and is not submitted again. So is
+one of which the engine said nothing: it may have died of the very step that was its first.
+"""
 
 
 class EngineClient(Protocol):
@@ -108,8 +110,8 @@ class Run:
         self.request_id: RequestId | None = None
         """The engine's current name for it; None while the engine is away."""
         self.has_started = False
-        self.is_running = False
-        """Admitted by the present engine."""
+        self.is_queued = False
+        """The present engine has said that it waits."""
         self.num_submitted_output = 0
         """Output tokens that the present engine was given rather than generated."""
         self.attempts = 0
@@ -222,7 +224,7 @@ class EngineLink:
         run.attempts += 1
         run.request_id = RequestId(f"{run.name}.{run.attempts}")
         run.num_submitted_output = len(run.output_ids)
-        run.is_running = False
+        run.is_queued = False
         request = Submit(
             request_id=run.request_id,
             user=run.user,
@@ -250,8 +252,10 @@ class EngineLink:
         for rejected in step.rejected:
             self._take_rejected(rejected)
         for queued in step.queued:
-            if (run := self._runs.get(queued.request_id)) is not None and not run.has_started:
-                run.listener.on_queued(queued.position)
+            if (run := self._runs.get(queued.request_id)) is not None:
+                run.is_queued = True
+                if not run.has_started:
+                    run.listener.on_queued(queued.position)
         for started in step.started:
             self._take_started(started)
         for delta in step.deltas:
@@ -264,7 +268,7 @@ class EngineLink:
         if run is None:
             return
         self._waiting.discard(started.request_id)
-        run.is_running = True
+        run.is_queued = False
         if not run.has_started:
             run.has_started = True
             run.listener.on_started(started)
@@ -315,7 +319,7 @@ class EngineLink:
             if run.keep is not None:
                 self._end(run, RunEnd(reason=FinishReason.CANCELLED, num_output_tokens=run.keep))
                 continue
-            run.deaths += run.is_running
+            run.deaths += not run.is_queued
             if run.deaths >= MOST_DEATHS:
                 detail = f"the engine died {run.deaths} times while it was generating this; it is not tried again"
                 end = RunEnd(

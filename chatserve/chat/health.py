@@ -31,10 +31,16 @@ class StoreHealth:
     """Up until an operation says otherwise."""
 
     def __init__(
-        self, store: Store, *, publish: Callable[[str, float | None], None], clock: Callable[[], float]
+        self,
+        store: Store,
+        *,
+        publish: Callable[[str, float | None], None],
+        watch: Callable[[asyncio.Task[None]], None],
+        clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._publish = publish
+        self._watch = watch
         self._clock = clock
         self._up = asyncio.Event()
         self._up.set()
@@ -54,7 +60,7 @@ class StoreHealth:
             StoreUnavailableError: it is away.
         """
         if not self.is_up:
-            raise StoreUnavailableError("the conversation store is away; try again in a moment")
+            raise _away()
 
     def report_down(self) -> None:
         """An operation has failed."""
@@ -66,6 +72,7 @@ class StoreHealth:
             log.error("the store does not answer; new turns are refused, what is generated is kept in memory")
             self._publish("store", self._clock())
             self._prober = asyncio.create_task(self._probe(), name="store prober")
+            self._prober.add_done_callback(self._watch)
 
     async def persist(self, write: Callable[[], Awaitable[T]]) -> T:
         """Write what must not be lost: again and again until the store takes it. `write` must be idempotent."""
@@ -86,7 +93,7 @@ class StoreHealth:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
-                self.require()
+                raise _away()  # even if it is back by now: what was waited for has not happened
         finally:
             for task in tasks:
                 task.cancel()
@@ -111,3 +118,7 @@ class StoreHealth:
             self._up.set()
             self._publish("store", None)
             return
+
+
+def _away() -> StoreUnavailableError:
+    return StoreUnavailableError("the conversation store is away; try again in a moment")

@@ -87,9 +87,14 @@ class Requests:
         request.listen(answer)
         await asyncio.shield(task)
 
-    async def drain(self) -> None:
-        """Wait for what is in flight."""
-        await asyncio.gather(*(task for _, task in self._in_flight.values()), return_exceptions=True)
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for what is in flight, and cancel what does not end in time: its store may be away for ever."""
+        tasks = [task for _, task in self._in_flight.values()]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     async def _do(self, request: Request, work: Callable[[Request], Awaitable[None]]) -> None:
         before = await self._store.answer(request.user, request.request_id)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 3.0
-"""How long a stopping server waits for the ends of its generations to be stored."""
+"""How long a stopping server waits for its requests, and then for the ends of its generations to be stored."""
 
 
 class Runtime:
@@ -61,7 +61,7 @@ class Runtime:
         self._on_crash = on_crash or _end_process
         self._engine_down_since: float | None = None
         self._patience: asyncio.TimerHandle | None = None
-        self.health = StoreHealth(store, publish=self._store_health, clock=clock)
+        self.health = StoreHealth(store, publish=self._store_health, watch=self._watch, clock=clock)
         watched = WatchedStore(store, self.health.report_down)
         sessions = Sessions(watched, self.health, publish)
         link = EngineLink(engine, on_up=self._engine_up, on_down=self._engine_down)

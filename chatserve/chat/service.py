@@ -19,7 +19,7 @@ from chatserve.chat.engine_link import EngineClient
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.requests import Requests
-from chatserve.chat.runtime import Runtime
+from chatserve.chat.runtime import CLOSE_TIMEOUT_S, Runtime
 from chatserve.chat.session_requests import SessionRequests
 from chatserve.chat.store import SessionPage, SessionState, Store
 from chatserve.chat.turns import Turns
@@ -91,7 +91,7 @@ class ChatService:
 
     async def close(self) -> None:
         """Interrupt what is being generated, store that, and stop."""
-        await self._requests.drain()
+        await self._requests.drain(CLOSE_TIMEOUT_S)
         await self._runtime.close()
 
     # --- sessions -----------------------------------------------------------------------------------------------------

@@ -246,6 +246,8 @@ class Sessions:
                 if (live := self._live.get(session)) is not None:
                     return live
                 state = await self._store.load(user, session)
+                if (live := self._live.get(session)) is not None:
+                    return live  # after a load that failed there may be two at once, and one session has one lock
                 if state is None:
                     raise _not_found()
                 return self.add(state)

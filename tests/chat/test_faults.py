@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from chatserve.chat import service
 from chatserve.chat.prompt import PromptEncoder
-from chatserve.chat.store import Committed, Delta, Transaction
+from chatserve.chat.store import Committed, Delta, SessionState, Transaction
 from chatserve.engine.paths import PathTable
 from chatserve.errors import EngineUnavailableError, StoreUnavailableError
+from chatserve.types import SessionId, UserId
 from tests.chat.harness import ANN, Harness, Talkative, refused, view_of
 from tests.fakes.memory_store import MemoryStore
 
@@ -59,6 +61,25 @@ async def test_what_ran_at_two_deaths_is_not_tried_again_but_what_waited_is(enco
         assert "2 times" in end.detail
         assert harness.text(session, killer)
         assert (await harness.ended(session, waits)).status == "done"
+        await harness.idle()
+        await harness.check()
+
+
+async def test_what_kills_the_engine_before_it_says_a_word_is_not_tried_for_ever(encoders: Encoders) -> None:
+    encoder = encoders["chatml"]
+    async with Harness(encoder) as harness:
+        session = await harness.create()
+        harness.client.pause()  # no step ends: the engine dies of the one that admits it
+        _, killer = await harness.say(session, "kills the engine in its first step")
+        for _ in range(2):
+            harness.client.kill()
+            await harness.until(lambda: harness.client.info is None)
+            harness.client.revive(harness.make_engine(Talkative(encoder)))
+            await harness.until(lambda: harness.client.info is not None)
+        end = await harness.ended(session, killer)
+        assert (end.reason, end.code) == ("error", "engine_unavailable")
+        harness.client.resume()
+        await harness.turn(session, "sending works", killer, max_tokens=2)
         await harness.idle()
         await harness.check()
 
@@ -190,6 +211,61 @@ class FlakyStore(MemoryStore):
         return await self._flaky(super().append(deltas))
 
 
+class SlowStore(MemoryStore):
+    """Reads sessions when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[asyncio.Future[None]] = []
+
+    async def load(self, user: UserId, session: SessionId) -> SessionState | None:
+        self.reads.append(asyncio.get_running_loop().create_future())
+        await self.reads[-1]
+        return await super().load(user, session)
+
+
+async def test_a_session_is_in_memory_once_whichever_reads_fail(encoders: Encoders) -> None:
+    store = SlowStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        sessions = harness.service._core.sessions
+        session = SessionId((await harness.call("create_session"))["session"])
+        del sessions._live[session]  # as if it had rested
+        one, two = (asyncio.ensure_future(sessions.get(ANN, session)) for _ in range(2))
+        await harness.until(lambda: len(store.reads) == 1)
+        store.reads[0].set_exception(StoreUnavailableError("no answer"))
+        assert isinstance(await refused(one), StoreUnavailableError)
+        three = asyncio.ensure_future(sessions.get(ANN, session))
+        await harness.until(lambda: len(store.reads) == 3)
+        for read in store.reads[1:]:
+            read.set_result(None)
+        assert await two is await three
+
+
+async def test_an_outage_that_is_over_at_once_is_no_answer_to_who_waits(encoders: Encoders) -> None:
+    store = MemoryStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        health = harness.service._runtime.health
+        waiting = asyncio.ensure_future(health.while_up(asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        health._down.set()  # and the store is up again before the one who waits has its turn
+        assert isinstance(await refused(waiting), StoreUnavailableError)
+        health._down.clear()
+
+
+async def test_a_prober_that_dies_of_a_bug_is_noticed(encoders: Encoders) -> None:
+    class Broken(MemoryStore):
+        async def ping(self) -> None:
+            raise RuntimeError("a bug")
+
+    harness = Harness(encoders["chatml"], store=Broken())
+    await harness.client.connect()
+    await harness.service.start()
+    harness.service._runtime.health.report_down()
+    await harness.until(lambda: harness.crashes)
+    await harness.service.close()
+    await harness.client.close()
+
+
 @pytest.mark.parametrize("fate", ["lost", "done"])
 async def test_a_turn_whose_write_was_not_answered_may_be_sent_again_and_happens_once(
     encoders: Encoders, fate: str
@@ -274,6 +350,20 @@ async def test_after_a_crash_unfinished_answers_are_interrupted_and_sending_work
         await after.turn(session, "sending works", reply, max_tokens=2)
         await after.idle()
         await after.check()
+
+
+async def test_closing_does_not_wait_for_a_request_that_hangs(
+    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CLOSE_TIMEOUT_S", 0.01)
+    store = MemoryStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        store.gate = asyncio.Event()
+        hanging = asyncio.ensure_future(harness.call("update_session", session=session, title="never stored"))
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
 
 
 async def test_start_says_that_the_store_is_away(encoders: Encoders) -> None:
