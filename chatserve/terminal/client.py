@@ -21,6 +21,9 @@ from chatserve.terminal.view import SessionView
 
 _FINAL_CLOSE_CODES: Final = frozenset({4000, 4001, 4003})
 _MAX_DELAY_S: Final = 10.0
+_OPEN_TIMEOUT_S: Final = 10.0
+_SILENCE_S: Final = 35.0
+"""The server pings every 20 s; a link that is silent for longer is dead, whatever the operating system says of it."""
 _FINAL_STATUSES: Final = frozenset({401, 403, 404})
 
 
@@ -47,10 +50,11 @@ class ChatClient:
     again for as long as the client lives.
     """
 
-    def __init__(self, url: str, *, token: str | None = None) -> None:
-        scheme, _, rest = url.rstrip("/").partition("://")
+    def __init__(self, url: str, *, token: str | None = None, silence_s: float = _SILENCE_S) -> None:
+        scheme, _, rest = url.rstrip("/").rpartition("://")
         self._ws_url = f"{'wss' if scheme in {'https', 'wss'} else 'ws'}://{rest.removesuffix('/ws')}/ws"
         self._token = token
+        self._silence_s = silence_s
         self._socket: ClientConnection | None = None
         self._pending: dict[str, _Pending] = {}
         self._changed = asyncio.Condition()
@@ -150,9 +154,10 @@ class ChatClient:
                         subprotocols=[websockets.Subprotocol("chat.v1")],
                         max_size=None,
                         ping_interval=None,
-                        open_timeout=10,
+                        open_timeout=_OPEN_TIMEOUT_S,
                     ) as socket:
-                        await self._hello(socket)
+                        async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                            await self._hello(socket)
                         delay_s = 0.1
                         if not connected.done():
                             connected.set_result(None)
@@ -163,7 +168,8 @@ class ChatClient:
                         raise NotConnectedError(reason) from closed
                     if not connected.done():
                         raise NotConnectedError(f"{self._ws_url} closed the connection") from closed
-                except (OSError, TimeoutError, websockets.InvalidHandshake) as error:
+                # A value error is an address that is none, or an answer that is no frame.
+                except (OSError, TimeoutError, ValueError, OverflowError, websockets.WebSocketException) as error:
                     refused = isinstance(error, websockets.InvalidStatus) and (
                         error.response.status_code in _FINAL_STATUSES
                     )
@@ -205,7 +211,9 @@ class ChatClient:
 
     async def _read(self, socket: ClientConnection) -> None:
         while True:
-            await self._take(socket, json.loads(await socket.recv()))
+            async with asyncio.timeout(self._silence_s):
+                received = await socket.recv()
+            await self._take(socket, json.loads(received))
 
     async def _take(self, socket: ClientConnection, frame: Mapping[str, Any]) -> None:
         kind = frame["type"]

@@ -182,7 +182,8 @@ def whole_number(word: str) -> int:
 
 def _value(word: str) -> Any:
     try:
-        return json.loads(word)
+        # NaN and the infinities are no JSON: as words they get the server's sentence on what is allowed.
+        return json.loads(word, parse_constant=str)
     except ValueError:
         return word
 

@@ -6,6 +6,7 @@ Knows nothing of conversations.
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 import threading
 from typing import Final, Protocol, TextIO
@@ -57,6 +58,8 @@ class PipedLines:
     interactive = False
 
     def __init__(self, source: TextIO = sys.stdin) -> None:
+        if isinstance(source, io.TextIOWrapper):
+            source.reconfigure(errors="replace")  # a byte that is no text must neither end the reading nor the sending
         self._source = source
         self._queue: asyncio.Queue[str | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()

@@ -61,8 +61,11 @@ class SessionView:
             case "message.updated":
                 self.messages[frame["message"]].status = frame["status"]
             case "message.deleted":
+                above = self.messages[frame["message"]].parent
                 for gone in list(self.subtree(frame["message"])):
                     del self.messages[gone]
+                    if gone == self.leaf:
+                        self.leaf = above  # until the server says, in its next event, where the path goes now
             case "generation.delta":
                 self.messages[frame["message"]].text += frame["text"]
             case "generation.end":

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from chatserve.terminal.app import ChatApp
 from chatserve.terminal.client import ChatClient, NotConnectedError, ServerError
-from chatserve.terminal.lines import Output, printable
+from chatserve.terminal.lines import Output, PipedLines, printable
 from chatserve.terminal.view import SessionView
 from tests.cli.fake_server import FakeServer
 
@@ -94,6 +94,12 @@ async def test_params_and_system_are_set_and_taken_back() -> None:
         assert "Be brief." in notes
 
 
+async def test_a_parameter_that_is_no_json_number_is_the_servers_to_judge() -> None:
+    async with FakeServer() as server:
+        await talk(server, "/params temperature=NaN top_p=-Infinity")
+        assert next(iter(server.sessions.values()))["params"] == {"temperature": "NaN", "top_p": "-Infinity"}
+
+
 async def test_sessions_are_listed_and_opened_by_number() -> None:
     async with FakeServer() as server:
         await talk(server, "/new First", "hello first")
@@ -161,6 +167,36 @@ async def test_an_unreachable_server_is_one_sentence() -> None:
     with pytest.raises(NotConnectedError, match=r"cannot reach ws://127\.0\.0\.1:1/ws"):
         async with ChatClient("http://127.0.0.1:1"):
             pass
+
+
+@pytest.mark.parametrize("url", ["", "http://", "http://[::1", "http://127.0.0.1:99999", "http://a..b", "127.0.0.1:x"])
+async def test_an_address_that_is_none_is_one_sentence(url: str) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(NotConnectedError, match="cannot reach"):
+            async with ChatClient(url):
+                pass
+
+
+async def test_an_address_needs_no_scheme() -> None:
+    async with (
+        FakeServer() as server,
+        asyncio.timeout(TIMEOUT_S),
+        ChatClient(server.url.removeprefix("http://")) as client,
+    ):
+        assert client.connected
+
+
+async def test_a_silent_connection_is_given_up_for_another() -> None:
+    async with FakeServer() as server, asyncio.timeout(TIMEOUT_S), ChatClient(server.url, silence_s=0.05) as client:
+        view = await client.open((await client.request("session.create"))["session"])
+        await client.wait_for(lambda: len(server.hellos) >= 3)
+        assert server.hellos[-1]["resume"] == [{"session": view.session, "after": 0}]
+
+
+async def test_bytes_that_are_no_text_are_replaced() -> None:
+    lines = PipedLines(io.TextIOWrapper(io.BytesIO(b"a\xffb\nrest\n"), encoding="utf-8"))
+    async with asyncio.timeout(TIMEOUT_S):
+        assert [await lines.read() for _ in range(3)] == ["a\ufffdb", "rest", None]
 
 
 async def test_a_refusal_is_the_servers_sentence() -> None:
@@ -259,3 +295,15 @@ def test_a_deleted_subtree_goes_whole() -> None:
     view.apply({"type": "message.deleted", "message": "u", "deleted": 2, "session": "s", "seq": 7})
     assert view.messages == {}
     assert json.dumps(view.params) == "{}"
+
+
+def test_the_path_has_no_hole_between_a_deletion_and_the_choice_of_a_new_leaf() -> None:
+    view = SessionView("s")
+    view.apply(EMPTY)
+    for event in frames("x"):
+        view.apply(event)
+    assert view.leaf == "a"
+    view.apply({"type": "message.deleted", "message": "a", "deleted": 1, "session": "s", "seq": view.seq + 1})
+    assert [each.message for each in view.path()] == ["u"]
+    view.apply({"type": "message.deleted", "message": "u", "deleted": 1, "session": "s", "seq": view.seq + 1})
+    assert view.path() == []
