@@ -94,8 +94,7 @@ class ChatProtocol:
         self._authenticate = authenticate
         self._bearer = bearer
         self._state = _State.GREETING
-        self._deadline = now + HELLO_TIMEOUT_S
-        self._pinged = False
+        self._pinged_at = self._heard_at = now
 
     @property
     def closed(self) -> bool:
@@ -103,23 +102,34 @@ class ChatProtocol:
 
     def deadline(self) -> float:
         """When `tick` has something to do if no frame comes before."""
-        return self._deadline
+        match self._state:
+            case _State.GREETING:
+                return self._pinged_at + HELLO_TIMEOUT_S
+            case _State.OPEN:
+                return self._pinged_at + (PONG_TIMEOUT_S if self._is_silent else PING_INTERVAL_S)
+            case _State.CLOSED:
+                return float("inf")
 
     def tick(self, now: float) -> list[Output]:
-        if self.closed or now < self._deadline:
+        if self.closed or now < self.deadline():
             return []
         if self._state is _State.GREETING:
             return [self._close(CloseCode.MISUSE, f"no hello within {HELLO_TIMEOUT_S:g} s")]
-        if self._pinged:
+        if self._is_silent:
             return [self._close(CloseCode.TOO_SLOW, f"no frame within {PONG_TIMEOUT_S:g} s of a ping")]
-        self._pinged = True
-        self._deadline = now + PONG_TIMEOUT_S
+        # Whatever the client says meanwhile: it too may want to know that we are there.
+        self._pinged_at = now
         return [Send(PING)]
+
+    @property
+    def _is_silent(self) -> bool:
+        """Since the last ping."""
+        return self._heard_at < self._pinged_at
 
     def receive_binary(self, now: float) -> list[Output]:
         if self.closed:
             return []
-        self._heard(now)
+        self._heard_at = now
         return [Send(error_text(BadFrameError("frames are text, not binary")))]
 
     def receive_text(self, text: str, now: float) -> list[Output]:
@@ -129,7 +139,7 @@ class ChatProtocol:
         limit = self._limits.max_frame_bytes
         if len(text) > limit or (len(text) * 4 > limit and utf8_len(text) > limit):
             return [self._close(CloseCode.FRAME_TOO_LARGE, f"a frame is at most {limit} bytes")]
-        self._heard(now)
+        self._heard_at = now
         try:
             given = _decode_object(text)
         except BadFrameError as error:
@@ -145,16 +155,10 @@ class ChatProtocol:
 
     def excuse(self, now: float) -> None:
         """The peer is not silent, the caller is not listening."""
-        self._heard(now)
-
-    def _heard(self, now: float) -> None:
-        if self._state is _State.OPEN:
-            self._pinged = False
-            self._deadline = now + PING_INTERVAL_S
+        self._heard_at = now
 
     def _close(self, code: CloseCode, reason: str) -> Close:
         self._state = _State.CLOSED
-        self._deadline = float("inf")
         return Close(code, reason)
 
     def _receive(self, given: dict[str, Any]) -> list[Output]:
@@ -190,7 +194,6 @@ class ChatProtocol:
         if user is None:
             return [self._close(CloseCode.NOT_AUTHENTICATED, "a valid token is needed")]
         self._state = _State.OPEN
-        self._deadline += PING_INTERVAL_S - HELLO_TIMEOUT_S
         return [Opened(user, tuple(hello.resume or ()))]
 
     def _typing(self, given: dict[str, Any]) -> list[Output]:
