@@ -21,6 +21,8 @@ from chatserve.types import SessionId
 MAX_IMPORT_BYTES: Final = 256 * 1024 * 1024
 PROBE_TIMEOUT_S: Final = 2.0
 """How long the store and the engine may take to answer a probe."""
+INSPECT_TIMEOUT_S: Final = 8.0
+"""A person who asks what is in the cache waits for the end of a long step."""
 
 
 async def handle_chat_error(_request: Request, error: Exception) -> Response:
@@ -66,7 +68,11 @@ async def _first_file(request: Request) -> bytes:
 
 async def cache(request: Request) -> Response:
     user_of(request)
-    report = await context_of(request).engine.inspect(with_map=True)
+    try:
+        async with asyncio.timeout(INSPECT_TIMEOUT_S):
+            report = await context_of(request).engine.inspect(with_map=True)
+    except TimeoutError:
+        raise EngineUnavailableError(f"the engine did not answer within {INSPECT_TIMEOUT_S:g} s") from None
     return json_response(
         {
             "block_size": report.block_size,

@@ -42,6 +42,8 @@ class InlineEngineClient:
         self._work = asyncio.Event()
         self._running = asyncio.Event()
         self._running.set()
+        self._responding = asyncio.Event()
+        self._responding.set()
         self._task: asyncio.Task[None] | None = None
         self._tags = itertools.count(1)
         self._drains: list[asyncio.Future[None]] = []
@@ -78,7 +80,9 @@ class InlineEngineClient:
         self._send(Release(user, tuple(paths), num_kept_tokens))
 
     async def inspect(self, *, with_map: bool = False) -> CacheReport:
-        return self._up().report(Inspect(next(self._tags), with_map))
+        engine = self._up()
+        await self._responding.wait()
+        return engine.report(Inspect(next(self._tags), with_map))
 
     async def drain(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,6 +105,11 @@ class InlineEngineClient:
 
     def resume(self) -> None:
         self._running.set()
+
+    def hang(self) -> None:
+        """A step takes for ever: nobody is answered any more."""
+        self.pause()
+        self._responding.clear()
 
     def kill(self) -> None:
         """The engine dies, and with it all that it had to say."""

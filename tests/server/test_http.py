@@ -147,6 +147,16 @@ async def test_ready_says_what_is_missing(server: Server, http: httpx.AsyncClien
     assert (await http.get("/metrics")).status_code == 200
 
 
+async def test_an_engine_that_hangs_holds_up_no_one_who_asks_about_it(
+    server: Server, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "INSPECT_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(api, "PROBE_TIMEOUT_S", 0.02)
+    server.engine.hang()
+    assert (await http.get("/api/cache")).json()["error"]["code"] == "engine_unavailable"
+    assert "chatserve_engine_up 0.0" in (await http.get("/metrics")).text
+
+
 async def test_metrics_tell_what_happened(server: Server, http: httpx.AsyncClient) -> None:
     async with ChatClient(server.ws_url) as client:
         session, _ = await client.started_session()
