@@ -7,12 +7,15 @@ that open a socket or post a form with our user's browser. Pure: headers in, a r
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from typing import Final
-from urllib.parse import urlsplit
 
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443, "ws": 80, "wss": 443}
+from chatserve.errors import StartupError
+
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_HOST: Final = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{0,5}))?")
 
 
 def is_loopback(host: str) -> bool:
@@ -31,12 +34,28 @@ class Gate:
     """
 
     def __init__(self, bind_host: str, allowed_hosts: Iterable[str] = (), allowed_origins: Iterable[str] = ()) -> None:
+        """Take the settings in.
+
+        Raises:
+            StartupError: an allowed host or origin is none, and would silently allow nothing.
+        """
         self._loopback_only = is_loopback(bind_host)
         names = {"localhost", bind_host, *allowed_hosts}
         if not self._loopback_only:
             names |= {socket.gethostname(), socket.getfqdn()}
-        self._names = {_bare_name(name) for name in names}
-        self._origins = {origin for origin in map(_origin, allowed_origins) if origin is not None}
+        self._names = {_bare_name(name) for name in names} - {""}
+        for host in allowed_hosts:
+            if not _bare_name(host):
+                raise StartupError(f"--allowed-host {host!r} is no host: expected a name such as chat.example.org")
+        self._origins: set[tuple[str, str, int]] = set()
+        for text in allowed_origins:
+            origin = _origin(text.rstrip("/"))
+            if origin is None:
+                raise StartupError(
+                    f"--allowed-origin {text!r} is no origin: expected http:// or https:// and a host, such as "
+                    "https://chat.example.org"
+                )
+            self._origins.add(origin)
 
     def refusal(self, host: str | None, origin: str | None) -> str | None:
         """Why a request is refused; None: it is not."""
@@ -68,22 +87,19 @@ class Gate:
 
 
 def _origin(text: str) -> tuple[str, str, int] | None:
-    try:
-        parts = urlsplit(text.strip())
-        port = parts.port
-    except ValueError:
+    scheme, _, authority = text.lower().partition("://")
+    name, port = _name_and_port(authority)
+    if scheme not in {"http", "https"} or not name:
         return None
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        return None
-    return parts.scheme, parts.hostname.rstrip("."), port or _DEFAULT_PORTS[parts.scheme]
+    return scheme, name, port or _DEFAULT_PORTS[scheme]
 
 
 def _name_and_port(host: str) -> tuple[str, int | None]:
-    try:
-        parts = urlsplit("//" + host.strip())
-        return (parts.hostname or "").rstrip("."), parts.port
-    except ValueError:
+    """The parts of `HOST` or `HOST:PORT`; an empty name where it is anything else: it is copied into a header."""
+    found = _HOST.fullmatch(host)
+    if found is None:
         return "", None
+    return found["name"].strip("[]").rstrip(".").lower(), int(found["port"]) if found["port"] else None
 
 
 def _bare_name(host: str) -> str:
