@@ -41,6 +41,7 @@ class Request:
         "num_shared_tokens",
         "num_submitted",
         "phase",
+        "refused_at",
         "request_id",
         "sampling",
         "started",
@@ -85,6 +86,8 @@ class Request:
         self.blocked_on: Blocker | None = None
         self.num_leaders = 0
         """How many others it has waited for in its life."""
+        self.refused_at: tuple[int, int] | None = None
+        """Unpinned blocks and running requests when it last found no room."""
         self.told_position: int | None = None
 
     @property

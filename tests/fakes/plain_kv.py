@@ -21,6 +21,7 @@ class Match(NamedTuple):
 class PlainAdmission(NamedTuple):
     num_cached: int = 0
     num_swapped_in: int = 0
+    num_computed: int = 0
     block_ids: tuple[BlockId, ...] = ()
 
 

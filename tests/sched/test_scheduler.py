@@ -14,7 +14,7 @@ from chatserve.sched.outcome import Outcome
 from chatserve.sched.plan import StepPlan, StepResult
 from chatserve.sched.scheduler import Scheduler
 from chatserve.types import RequestId, SamplingParams, UserId
-from tests.fakes.plain_kv import PlainKV
+from tests.fakes.plain_kv import Match, PlainKV
 
 BLOCK_SIZE = 4
 
@@ -30,8 +30,9 @@ class Loop:
         max_running: int = 8,
         max_queued: int = 100,
         context_tokens: int | None = None,
+        kv: type[PlainKV] = PlainKV,
     ) -> None:
-        self.kv = PlainKV(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.kv = kv(num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.kv,  # type: ignore[arg-type]
             max_batched_tokens=max_batched_tokens,
@@ -198,7 +199,7 @@ def test_preempted_requests_come_back_before_others_are_let_in() -> None:
     loop = Loop(num_blocks=8, context_tokens=32)
     loop.submit("old", 8, max_tokens=20)
     loop.submit("new", 8, max_tokens=12)
-    while not any(loop.step().removed for _ in range(1)):
+    while not loop.step().removed:
         pass
     loop.submit("late", 1)
     loop.run()
@@ -245,6 +246,30 @@ def test_a_failed_step_ends_its_own_requests_and_no_others() -> None:
     assert loop.ended["c"] == "length"
 
 
+class CountingKV(PlainKV):
+    """Notes how often it is asked what it holds of a prompt."""
+
+    num_matches = 0
+
+    def match(self, token_ids: Sequence[int], user: UserId) -> Match:
+        self.num_matches += 1
+        return super().match(token_ids, user)
+
+
+def test_a_long_prompt_that_finds_no_room_costs_the_others_nothing() -> None:
+    loop = Loop(num_blocks=8, context_tokens=32, kv=CountingKV)
+    assert isinstance(loop.kv, CountingKV)
+    loop.submit("running", 4, max_tokens=20)
+    loop.step()
+    loop.submit("waits", 28, max_tokens=2)
+    before = loop.kv.num_matches
+    while "running" not in loop.ended:
+        loop.step()
+    assert loop.kv.num_matches == before + 1
+    loop.run()
+    assert loop.ended == {"running": "length", "waits": "length"}
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(
@@ -261,7 +286,7 @@ def test_all_end_within_the_budget_and_the_same_state_gives_the_same_plan(
         loop.submit(f"r{number}", num_tokens, max_tokens=max_tokens, user=user)
     while loop.scheduler.has_work:
         again = copy.deepcopy(loop.scheduler).schedule()
-        oldest = next((request.request_id for request in loop.scheduler._running), None)
+        oldest = next((request.request_id for request in loop.scheduler._batch), None)
         plan = loop.step()
         assert plan == again
         assert plan.num_tokens <= budget

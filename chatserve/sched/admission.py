@@ -1,0 +1,128 @@
+"""Who may join the batch.
+
+Waiting requests are let in, in the queue's order, into the room that is left by those who run: nobody overtakes one for
+whom there is none, except those who wait for another's prefix. Owns the decision and what is said of it; the queue owns
+the order, the batch who runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from chatserve.sched.leaders import find_leader
+from chatserve.sched.outcome import Begun, Journal, Waiting
+from chatserve.sched.plan import Admitted
+from chatserve.sched.request import Phase
+
+if TYPE_CHECKING:
+    from chatserve.cache.kv_manager import KVManager
+    from chatserve.sched.batch import Batch
+    from chatserve.sched.draft import Draft
+    from chatserve.sched.queue import WaitingQueue
+    from chatserve.sched.request import Request
+
+
+class AdmissionControl:
+    """Moves requests from `queue` to `batch`, and notes in `journal` who has begun and where the others stand."""
+
+    __slots__ = ("_batch", "_journal", "_kv", "_max_running", "_queue")
+
+    def __init__(self, kv: KVManager, queue: WaitingQueue, batch: Batch, journal: Journal, *, max_running: int) -> None:
+        self._kv = kv
+        self._queue = queue
+        self._batch = batch
+        self._journal = journal
+        self._max_running = max_running
+
+    def let_in(self, draft: Draft) -> Request | None:
+        """Let requests in until the budget, the rows or the blocks run out.
+
+        Returns the one for whom even an idle pool has no room, if it comes to that: it would wait for ever.
+        """
+        leaders = [request for request in self._batch if not request.is_decoding]
+        for request in self._queue.in_order():
+            if draft.budget <= 0 or draft.pressed or len(self._batch) >= self._max_running:
+                return None
+            if request.blocked_on is not None and request.blocked_on.holds():
+                continue
+            if self._is_refused_still(request):
+                return None
+            match = self._kv.match(request.token_ids, request.user)
+            num_here = match.num_cached + match.num_swapped
+            request.blocked_on = find_leader(request, num_here, leaders, self._kv.block_size)
+            if request.blocked_on is not None:
+                continue
+            if self._batch and not self._has_room(request, match.num_cached):
+                return None
+            if not self._enter(draft, request):
+                return None if self._batch else request
+            if not request.is_decoding:
+                leaders.append(request)
+        return None
+
+    def tell_positions(self) -> None:
+        """Say where those stand who have not been told, or whose place has halved."""
+        for position, request in enumerate(self._queue.in_order()):
+            told = request.told_position
+            if not request.started and (told is None or position <= told // 2 < told):
+                request.told_position = position
+                self._journal.waiting.append(Waiting(request.request_id, position))
+
+    def _num_unpinned(self) -> int:
+        counts, _ = self._kv.counts()
+        return counts.total - counts.pinned
+
+    def _is_refused_still(self, request: Request) -> bool:
+        """Nothing has changed for the better since it found no room: matching a long prompt again at every step of the
+        others would cost them milliseconds.
+        """
+        if request.refused_at is None or not self._batch:
+            return False
+        num_unpinned, num_running = request.refused_at
+        return self._num_unpinned() <= num_unpinned and len(self._batch) >= num_running
+
+    def _has_room(self, request: Request, num_on_device: int) -> bool:
+        """Whether everything that the request must hold to decode fits beside what others hold.
+
+        A guess that saves swapping: blocks that match may or may not be held by others already. A preempted request's
+        are its own, so all of them count; and it leaves one block to each of the others, lest it be thrown out again.
+        """
+        block_size, num_unpinned = self._kv.block_size, self._num_unpinned()
+        num_needed = -(-(len(request.token_ids) + 1) // block_size)
+        if request.phase is Phase.PREEMPTED:
+            num_needed += len(self._batch)
+        else:
+            num_needed -= num_on_device // block_size
+        fits = num_needed <= num_unpinned
+        request.refused_at = None if fits else (num_unpinned, len(self._batch))
+        return fits
+
+    def _enter(self, draft: Draft, request: Request) -> bool:
+        """Admit one request with its first chunk. False: there are not enough blocks, and nothing has changed."""
+        admission = self._kv.admit(request.request_id, request.token_ids, request.user, request.num_shared_tokens)
+        if admission is None:
+            return False
+        self._queue.take(request)
+        self._batch.enter(request, admission)
+        draft.admitted.append(
+            Admitted(
+                request_id=request.request_id,
+                token_ids=tuple(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed=request.num_computed,
+                block_ids=admission.block_ids,
+                sampling=request.sampling,
+            )
+        )
+        if not request.started:
+            request.started = True
+            self._journal.begun.append(
+                Begun(request.request_id, request.num_submitted, admission.num_cached, admission.num_swapped_in)
+            )
+        end = min(len(request.token_ids), request.num_computed + draft.budget)
+        new_block_ids = self._batch.grow(request, end)
+        if new_block_ids is None:
+            draft.pressed = True  # it waits in the batch, holding its path
+        else:
+            draft.add(request, end, new_block_ids)
+        return True

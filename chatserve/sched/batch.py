@@ -1,0 +1,108 @@
+"""The requests that run, and how far the KV manager has been told of what they compute.
+
+Owns who is in the batch and every call to the KV manager that concerns one of them; who comes and who goes is for
+admission and the scheduler to say.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import TYPE_CHECKING
+
+from chatserve.sched.queue import by_arrival
+from chatserve.sched.request import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from chatserve.cache.kv_manager import Admission, KVManager
+    from chatserve.sched.request import Request
+    from chatserve.types import BlockId, RequestId
+
+
+class Batch:
+    """Running requests, oldest first."""
+
+    __slots__ = ("_kv", "_left", "_requests")
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self._requests: list[Request] = []
+        self._left: dict[RequestId, None] = {}
+        """Requests that the runner still knows and that are here no longer."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Who runs now; the batch may change under the iteration, which does not notice."""
+        return iter(tuple(self._requests))
+
+    @property
+    def newest(self) -> Request:
+        return self._requests[-1]
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the runner has someone to forget."""
+        return bool(self._left)
+
+    def take_left(self) -> tuple[RequestId, ...]:
+        """Whom the next step tells the runner to forget."""
+        left = tuple(self._left)
+        self._left.clear()
+        return left
+
+    def put_back_left(self, left: tuple[RequestId, ...]) -> None:
+        """The step that was to tell it failed: who knows how far the runner came."""
+        self._left.update(dict.fromkeys(left))
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    def enter(self, request: Request, admission: Admission) -> None:
+        """The KV manager has admitted it."""
+        request.phase = Phase.RUNNING
+        request.num_computed = request.num_committed = admission.num_computed
+        request.capacity = len(admission.block_ids) * self._kv.block_size
+        insort(self._requests, request, key=by_arrival)
+
+    def grow(self, request: Request, end: int) -> tuple[BlockId, ...] | None:
+        """Room for KV of its first `end` tokens: the new blocks; None, and no change, where there are not enough."""
+        if end <= request.capacity:
+            return ()
+        new_block_ids = self._kv.grow(request.request_id, end)
+        if new_block_ids is not None:
+            request.capacity += len(new_block_ids) * self._kv.block_size
+        return new_block_ids
+
+    def settle(self, request: Request) -> None:
+        """Tell the KV manager of all that is computed."""
+        if request.num_committed < request.num_computed:
+            self._kv.commit(request.request_id, request.token_ids[request.num_committed : request.num_computed])
+            request.num_committed = request.num_computed
+
+    def finish(self, request: Request, keep_tokens: int) -> None:
+        """It ends; the first `keep_tokens` of what it computed stay cached."""
+        self.settle(request)
+        self._kv.finish(request.request_id, keep_tokens)
+        self._leave(request)
+
+    def preempt(self, request: Request) -> None:
+        """It makes room and will be admitted again."""
+        self.settle(request)
+        self._kv.preempt(request.request_id)
+        self._leave(request)
+        request.phase = Phase.PREEMPTED
+
+    def _leave(self, request: Request) -> None:
+        self._requests.remove(request)
+        self._left[request.request_id] = None
+        request.num_computed = request.num_committed = request.capacity = 0
+
+    def check(self) -> None:
+        assert self._requests == sorted(self._requests, key=by_arrival)
+        for request in self._requests:
+            assert request.phase is Phase.RUNNING
+            assert request.num_committed <= request.num_computed <= request.capacity
+            assert request.num_computed < len(request.token_ids) < request.max_length
+            assert request.request_id not in self._left
