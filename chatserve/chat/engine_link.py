@@ -61,11 +61,10 @@ class EngineClient(Protocol):
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. `path` covers the prompt and `num_output_tokens` of output, where the engine still holds it."""
+    """How a run ended. `path` covers the prompt and the kept output, where the engine still holds them."""
 
     reason: FinishReason
     path: PathRef | None = None
-    num_output_tokens: int = 0
     code: str = ""
     detail: str = ""
 
@@ -170,7 +169,7 @@ class EngineLink:
         run.keep = keep
         if run.request_id is None:
             self._stranded.remove(run)
-            self._end(run, RunEnd(reason=FinishReason.CANCELLED, num_output_tokens=keep))
+            self._end(run, RunEnd(reason=FinishReason.CANCELLED))
             return
         try:
             self._engine.cancel(run.request_id, max(0, keep - run.num_submitted_output))
@@ -180,17 +179,9 @@ class EngineLink:
     def abandon_stranded(self) -> None:
         """No engine came back in time: give up what waits for one."""
         stranded, self._stranded = self._stranded, []
+        detail = "the model did not come back in time"
         for run in stranded:
-            detail = "the model did not come back in time"
-            self._end(
-                run,
-                RunEnd(
-                    reason=FinishReason.INTERRUPTED,
-                    num_output_tokens=len(run.output_ids),
-                    code=EngineUnavailableError.code,
-                    detail=detail,
-                ),
-            )
+            self._end(run, RunEnd(reason=FinishReason.INTERRUPTED, code=EngineUnavailableError.code, detail=detail))
 
     async def listen(self) -> None:
         """Run the loop over the engine's events, until they end."""
@@ -291,10 +282,7 @@ class EngineLink:
             self._submit(run)
             return
         reason = FinishReason.ERROR if run.keep is None else FinishReason.CANCELLED
-        self._end(
-            run,
-            RunEnd(reason=reason, num_output_tokens=len(run.output_ids), code=rejected.code, detail=rejected.detail),
-        )
+        self._end(run, RunEnd(reason=reason, code=rejected.code, detail=rejected.detail))
 
     def _take_finished(self, finished: Finished) -> None:
         run = self._runs.get(finished.request_id)
@@ -310,27 +298,21 @@ class EngineLink:
         if path is not None:
             path = msgspec.structs.replace(path, num_tokens=min(path.num_tokens, len(run.prompt_ids) + kept))
         code = "internal" if reason is FinishReason.ERROR else ""
-        self._end(run, RunEnd(reason=reason, path=path, num_output_tokens=kept, code=code, detail=finished.detail))
+        self._end(run, RunEnd(reason=reason, path=path, code=code, detail=finished.detail))
 
     def _take_down(self) -> None:
         runs, self._runs = list(self._runs.values()), {}
         self._waiting.clear()
         for run in runs:
             if run.keep is not None:
-                self._end(run, RunEnd(reason=FinishReason.CANCELLED, num_output_tokens=run.keep))
+                self._end(run, RunEnd(reason=FinishReason.CANCELLED))
                 continue
             run.deaths += not run.is_queued
             if run.deaths >= MOST_DEATHS:
                 detail = f"the engine died {run.deaths} times while it was generating this; it is not tried again"
-                end = RunEnd(
-                    reason=FinishReason.ERROR,
-                    num_output_tokens=len(run.output_ids),
-                    code=EngineUnavailableError.code,
-                    detail=detail,
-                )
-                self._end(run, end)
-                continue
-            self._strand(run)
+                self._end(run, RunEnd(reason=FinishReason.ERROR, code=EngineUnavailableError.code, detail=detail))
+            else:
+                self._strand(run)
 
     def _end(self, run: Run, end: RunEnd) -> None:
         assert not run.has_ended, "a run ends once"

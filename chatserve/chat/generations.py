@@ -78,7 +78,7 @@ class Generations:
     def start(self, live: LiveSession, record: MessageRecord) -> None:
         """Generate a message that is in the tree with status generating, and whose path is encoded."""
         path = live.tree.path(record.message)
-        prompt_ids = tuple(i for message in path for i in message.token_ids)
+        prompt_ids = tuple(chain.from_iterable(message.token_ids for message in path))
         sampling = SamplingParams.merge(record.params, {"seed": record.seed})
         skip_prefix = "" if record.token_ids else self._encoder.answer_prefix
         detokenizer = Detokenizer(self._encoder.tokenizer.bytes_of, skip_prefix=skip_prefix)
@@ -258,11 +258,13 @@ class Generations:
         parent = live.tree.get(generation.message).parent
         assert run is not None
         assert parent is not None
-        question_ids = tuple(chain.from_iterable(m.token_ids for m in live.tree.path(parent)))
-        if run.prompt_ids[: len(question_ids)] != question_ids:
-            return  # the system prompt was changed and the root encoded again meanwhile
+        question = live.tree.path(parent)
+        root_ids = question[0].token_ids
+        if run.prompt_ids[: len(root_ids)] != root_ids:
+            return  # the system prompt was changed and the root encoded again meanwhile; no other message ever is
+        num_tokens = sum(len(message.token_ids) for message in question)
         live.paths[generation.message] = path
-        live.paths[parent] = msgspec.structs.replace(path, num_tokens=min(path.num_tokens, len(question_ids)))
+        live.paths[parent] = msgspec.structs.replace(path, num_tokens=min(path.num_tokens, num_tokens))
 
     def _start_grace(self, live: LiveSession) -> None:
         if (timer := self._grace.get(live.session)) is not None:
