@@ -242,6 +242,26 @@ async def test_with_tokens_nobody_gets_in_without_one() -> None:
         assert (await http.get("/readyz")).status_code == 200
 
 
+async def test_a_bug_is_an_error_like_any_other_and_says_nothing_of_itself(
+    server: Server, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_args: object) -> None:
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(server.context.service, "export", fail)
+    monkeypatch.setattr(server.context.service, "complete", fail)
+    chat = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
+    exported = await http.get("/api/sessions/any/export")
+    completed = await http.post("/v1/chat/completions", json=chat)
+    assert exported.json()["error"]["code"] == completed.json()["error"]["code"] == "internal"
+    assert completed.json()["error"]["message"] == exported.json()["error"]["detail"]
+    for answer in (exported, completed):
+        assert answer.status_code == 500
+        assert "secret" not in answer.text
+        assert SECURITY_HEADERS.items() <= dict(answer.headers).items()
+    assert caplog.text.count("ZeroDivisionError: a secret") == 2
+
+
 async def test_an_import_that_hangs_up_in_the_middle_creates_nothing(server: Server) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(
