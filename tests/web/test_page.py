@@ -74,8 +74,9 @@ UNTIL_STILL = """() => new Promise((resolve) => {
     };
     look();
 })"""
-PRESS_ENTER = """([composing, keyCode]) => document.getElementById('composer-text').dispatchEvent(new KeyboardEvent(
+PRESS_ENTER = """([selector, composing, keyCode]) => document.querySelector(selector).dispatchEvent(new KeyboardEvent(
     'keydown', { key: 'Enter', code: 'Enter', bubbles: true, cancelable: true, isComposing: composing, keyCode }))"""
+BOX = "#composer-text"
 
 
 async def test_sends_and_shows_the_answer_as_markdown_with_a_receipt(tab: Tab, answers: Answers) -> None:
@@ -222,7 +223,9 @@ async def test_a_restarted_server_finds_the_page_waiting(tab: Tab, answers: Answ
 
 async def test_enter_pressed_twice_sends_once(tab: Tab) -> None:
     await tab.page.fill("#composer-text", "Only once")
-    await tab.page.evaluate(f"() => {{ const press = {PRESS_ENTER}; press([false, 13]); press([false, 13]); }}")
+    await tab.page.evaluate(
+        f"(box) => {{ const press = {PRESS_ENTER}; press([box, false, 13]); press([box, false, 13]); }}", BOX
+    )
     await tab.finished()
     assert await tab.texts() == ["Only once", "You said: Only once"]
     assert [frame["type"] for frame in tab.sent].count("message.send") == 1
@@ -326,14 +329,23 @@ async def test_no_script_runs_wherever_it_is_put(tab: Tab, tmp_path: Path) -> No
 
 
 async def test_enter_that_ends_a_composition_does_not_send(tab: Tab) -> None:
-    await tab.page.fill("#composer-text", "にほん")
-    for composing, key_code in ((True, 13), (True, 229), (False, 229)):
-        assert await tab.page.evaluate(PRESS_ENTER, [composing, key_code])
-    await tab.page.press("#composer-text", "Shift+Enter")
-    await expect(tab.page.locator("#composer-text")).to_have_value("にほん\n")
+    compositions = ((True, 13), (True, 229), (False, 229))
+    await tab.page.fill(BOX, "にほん")
+    for composing, key_code in compositions:
+        assert await tab.page.evaluate(PRESS_ENTER, [BOX, composing, key_code])
+    await tab.page.press(BOX, "Shift+Enter")
+    await expect(tab.page.locator(BOX)).to_have_value("にほん\n")
     await expect(tab.page.locator(".message")).to_have_count(0)
-    await tab.page.press("#composer-text", "Enter")
+    await tab.page.press(BOX, "Enter")
+    await tab.finished()
+    await tab.act("user", "edit")
+    for composing, key_code in compositions:
+        assert await tab.page.evaluate(PRESS_ENTER, [".edit-text", composing, key_code])
+    await expect(tab.page.locator(".edit-text")).to_be_editable()
+    await tab.page.press(".edit-text", "Escape")
     await expect(tab.page.locator(".bubble")).to_have_count(1)
+    sent = [frame["type"] for frame in tab.sent]
+    assert (sent.count("message.send"), sent.count("message.edit")) == (1, 0)
 
 
 async def test_the_view_stays_where_the_reader_scrolled_to(tab: Tab, answers: Answers) -> None:

@@ -21,7 +21,7 @@ import { Banner } from "./views/banner.js";
 import { Composer } from "./views/composer.js";
 import { ConversationView } from "./views/conversation.js";
 import { askToken, confirm } from "./views/dialogs.js";
-import { announce, count, icon, iconButton } from "./views/dom.js";
+import { announce, count, icon, iconButton, isComposing } from "./views/dom.js";
 import { Drawer } from "./views/drawer.js";
 import { installImporter } from "./views/importer.js";
 import { Notices } from "./views/notices.js";
@@ -204,7 +204,7 @@ byId("search").addEventListener("input", () => {
 });
 
 byId("search").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-  if (event.key !== "Escape" || byId("search").value === "") return;
+  if (event.key !== "Escape" || isComposing(event) || byId("search").value === "") return;
   event.preventDefault();
   byId("search").value = "";
   void actions.list("", false);
@@ -240,7 +240,7 @@ function toggleSettings() {
 }
 
 byId("settings").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-  if (event.key !== "Escape" || event.isComposing) return;
+  if (event.key !== "Escape" || isComposing(event)) return;
   event.preventDefault();
   toggleSettings();
 });

@@ -67,7 +67,7 @@ export class BlockScanner {
     /** @type {Fence | null} null in an indented code block */
     this._fence = null;
     this._blankLines = "";
-    /** @type {{open: Block | null, fence: Fence | null, blank: string, source: string, done: boolean, count: number} | null} what the preview changed */
+    /** @type {{open: Block | null, fence: Fence | null, blank: string, source: string, count: number} | null} what the preview changed */
     this._saved = null;
     this._final = false;
   }
@@ -267,7 +267,7 @@ export class BlockScanner {
     const meaning = this._meaning(line, -1);
     if (meaning === "undecided" || meaning === "blank" || meaning === "close-fence") return;
     const { _open: open, _fence: fence, _blankLines: blank } = this;
-    this._saved = { open, fence, blank, source: open?.source ?? "", done: false, count: this.blocks.length };
+    this._saved = { open, fence, blank, source: open?.source ?? "", count: this.blocks.length };
     this._apply(meaning, line);
     // A line of its own kind, such as a heading, is finished by its end only.
     for (const block of this.blocks.slice(this._saved.count)) block.done = false;
@@ -275,14 +275,14 @@ export class BlockScanner {
 
   _dropPreview() {
     if (this._saved === null) return;
-    const { open, fence, blank, source, done, count } = this._saved;
+    const { open, fence, blank, source, count } = this._saved;
     this.blocks.length = count;
     this._open = open;
     this._fence = fence;
     this._blankLines = blank;
     if (open !== null) {
       open.source = source;
-      open.done = done;
+      open.done = false;
     }
     this._saved = null;
   }

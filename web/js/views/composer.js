@@ -9,7 +9,7 @@
 
 import { readDraft, writeDraft } from "../prefs.js";
 import { activePath } from "../tree.js";
-import { count, h, icon, setAttribute } from "./dom.js";
+import { count, h, icon, isComposing, setAttribute } from "./dom.js";
 
 /** @typedef {import("../reducer.js").State} State */
 
@@ -148,8 +148,7 @@ export class Composer {
 
   /** @param {KeyboardEvent} event */
   _key(event) {
-    // Safari ends a composition before its Enter arrives; the key code 229 still tells.
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
+    if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
     event.preventDefault();
     if (this._mode === "send") void this._send();
   }

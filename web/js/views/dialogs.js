@@ -5,7 +5,7 @@
  * Each returns a promise and puts the focus back where it was (the browser does, for a modal dialog).
  */
 
-import { h } from "./dom.js";
+import { h, isComposing } from "./dom.js";
 
 /**
  * @param {HTMLDialogElement} dialog
@@ -45,7 +45,7 @@ export async function askToken(refused) {
   const token = h("input", { type: "password", id: "token", autocomplete: "off", spellcheck: "false", autofocus: true });
   const remember = h("input", { type: "checkbox", id: "remember" });
   const enter = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Enter" && !event.isComposing) {
+    if (event.key === "Enter" && !isComposing(event)) {
       event.preventDefault();
       dialog.close("yes");
     }

@@ -128,6 +128,13 @@ async function copy(text) {
 }
 
 /**
+ * Whether a key belongs to an input method (Japanese, Chinese, Korean): such an Enter or Esc is not ours. Safari ends a
+ * composition before its Enter arrives; the key code 229 still tells.
+ * @param {KeyboardEvent} event
+ */
+export const isComposing = (event) => event.isComposing || event.keyCode === 229;
+
+/**
  * Tell a screen reader, politely.
  * @param {string} text
  */

@@ -7,7 +7,7 @@
  */
 
 import { MarkdownView } from "../markdown/render.js";
-import { copyButton, h, iconButton, setAttribute } from "./dom.js";
+import { copyButton, h, iconButton, isComposing, setAttribute } from "./dom.js";
 import { receipt } from "./receipt.js";
 import { ending, progress } from "./standing.js";
 
@@ -136,7 +136,7 @@ export class MessageView {
       if (accepted) close();
     };
     text.addEventListener("keydown", (event) => {
-      if (event.isComposing) return;
+      if (isComposing(event)) return;
       if (event.key === "Escape") {
         event.stopPropagation();
         close();

@@ -6,7 +6,7 @@
  * list moves.
  */
 
-import { h, iconButton, setAttribute } from "./dom.js";
+import { h, iconButton, isComposing, setAttribute } from "./dom.js";
 
 /** @typedef {import("../reducer.js").State} State */
 /** @typedef {import("../reducer.js").Listed} Listed */
@@ -103,7 +103,7 @@ export class Sidebar {
       if (keep && input.value !== row.title && input.value.trim() !== "") this.handlers.renamed(row.session, input.value);
     };
     input.addEventListener("keydown", (event) => {
-      if (event.isComposing) return;
+      if (isComposing(event)) return;
       if (event.key === "Enter" || event.key === "Escape") {
         event.preventDefault();
         event.stopPropagation();
