@@ -157,6 +157,13 @@ async def test_an_engine_that_hangs_holds_up_no_one_who_asks_about_it(
     assert "chatserve_engine_up 0.0" in (await http.get("/metrics")).text
 
 
+async def test_ready_tells_strangers_no_address(server: Server, http: httpx.AsyncClient) -> None:
+    server.store.fail("cannot connect to 10.1.2.3:6379")
+    answer = await http.get("/readyz", headers={"host": "stranger.example"})
+    assert (answer.status_code, set(answer.json()["problems"])) == (503, {"store"})
+    assert "10.1.2.3" not in answer.text
+
+
 async def test_metrics_tell_what_happened(server: Server, http: httpx.AsyncClient) -> None:
     async with ChatClient(server.ws_url) as client:
         session, _ = await client.started_session()
