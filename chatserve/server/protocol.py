@@ -80,7 +80,8 @@ class ChatProtocol:
     """One connection.
 
     `authenticate` maps a token, or None for its absence, to a user; None: refused. `bearer` is the token of the
-    upgrade's `Authorization` header; one in `hello` comes before it.
+    upgrade's `Authorization` header; one in `hello` comes before it. It is asked again with each ping, so that a token
+    that was taken back ends its connections too.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class ChatProtocol:
     ) -> None:
         self._limits = limits
         self._authenticate = authenticate
-        self._bearer = bearer
+        self._token = bearer
+        self._user: UserId | None = None
         self._state = _State.GREETING
         self._pinged_at = self._heard_at = now
 
@@ -117,6 +119,8 @@ class ChatProtocol:
             return [self._close(CloseCode.MISUSE, f"no hello within {HELLO_TIMEOUT_S:g} s")]
         if self._is_silent:
             return [self._close(CloseCode.TOO_SLOW, f"no frame within {PONG_TIMEOUT_S:g} s of a ping")]
+        if self._authenticate(self._token) != self._user:
+            return [self._close(CloseCode.NOT_AUTHENTICATED, "the token is no longer valid")]
         # Whatever the client says meanwhile: it too may want to know that we are there.
         self._pinged_at = now
         return [Send(PING)]
@@ -190,9 +194,12 @@ class ChatProtocol:
         if "protocol" in given and given["protocol"] != PROTOCOL:
             return [self._close(CloseCode.MISUSE, f"this server speaks {PROTOCOL}")]
         hello = cast("Hello", parse(Hello, given))
-        user = self._authenticate(self._bearer if hello.token is None else hello.token)
+        if hello.token is not None:
+            self._token = hello.token
+        user = self._authenticate(self._token)
         if user is None:
             return [self._close(CloseCode.NOT_AUTHENTICATED, "a valid token is needed")]
+        self._user = user
         self._state = _State.OPEN
         return [Opened(user, tuple(hello.resume or ()))]
 

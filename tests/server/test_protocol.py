@@ -388,3 +388,21 @@ def test_it_closes_at_most_once_and_says_nothing_afterwards(steps: list[str], pa
         assert not (closes and outputs)
         closes += sum(isinstance(output, Close) for output in outputs)
         assert protocol.closed == bool(closes)
+
+
+def test_a_token_that_is_taken_back_ends_its_connections_at_the_next_ping() -> None:
+    users = {"a": UserId("ada"), "b": UserId("bob")}
+    first, second = (ChatProtocol(LIMITS, users.get, 0.0, "a") for _ in range(2))
+    for protocol, hello in ((first, HELLO), (second, {**HELLO, "token": "b"})):
+        assert isinstance(receive(protocol, hello, 1.0), Opened)
+        assert protocol.tick(protocol.deadline()) == [Send(PING)]
+        receive(protocol, {"type": "ping"}, protocol.deadline() - 1)
+    del users["a"]
+    (close,) = first.tick(first.deadline())
+    assert isinstance(close, Close)
+    assert close.code is CloseCode.NOT_AUTHENTICATED
+    assert first.closed
+    assert second.tick(second.deadline()) == [Send(PING)]
+    users["b"] = UserId("carol")
+    receive(second, {"type": "ping"}, second.deadline() - 1)
+    assert isinstance(second.tick(second.deadline())[0], Close)
