@@ -15,28 +15,17 @@ token has been written to are cleared in the gathered copy, never only masked: z
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from chatserve.model.attention_plan import AttentionPlan, DecodeGroup, PackedBatch, Planner, PrefillRow
 
+if TYPE_CHECKING:
     from chatserve.model.kv_storage import KVStorage
 
-_MAX_GATHER_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
-"""Most bytes gathered at once for a group of decode rows; on a CPU the copy should stay in the last-level cache."""
-
-
-class PackedBatch(NamedTuple):
-    """`starts` and `lengths`: int64 [num_rows]; `tables`: int64 [num_rows, max_blocks], entries past a row's own are
-    not read."""
-
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    tables: NDArray[np.int64]
+__all__ = ["AttentionBackend", "PackedBatch", "StepAttention", "TorchAttention", "TorchStep"]
 
 
 class AttentionBackend(Protocol):
@@ -68,37 +57,6 @@ class StepAttention(Protocol):
         ...
 
 
-class _DecodeGroup(NamedTuple):
-    """Decode rows of similar length, padded to `num_keys`."""
-
-    tokens: torch.Tensor | None
-    """int64 [rows], indices into the batch; None: all of it, in order."""
-    rows: int
-    num_keys: int
-    gather: torch.Tensor
-    """int64 [2 · rows · num_kv_heads · blocks]"""
-    mask: torch.Tensor
-    """[rows · num_kv_heads, 1, num_keys], 0 or -inf"""
-    unwritten: torch.Tensor
-    """int64 indices of gathered slots to clear."""
-
-
-class _PrefillRow(NamedTuple):
-    tokens: slice
-    num_keys: int
-    skip: int
-    """Gathered slots before the first key that is needed."""
-    gather: torch.Tensor | None
-    """None: the row starts at 0, so that its keys are those just computed."""
-    mask: torch.Tensor | None
-    """[tokens, num_keys] of 0 and -inf; None: plainly causal."""
-
-
-class _Plan(NamedTuple):
-    groups: list[_DecodeGroup]
-    prefills: list[_PrefillRow]
-
-
 @dataclass(slots=True)
 class TorchStep:
     """`StepAttention` in plain torch."""
@@ -108,7 +66,7 @@ class TorchStep:
     key_slots: torch.Tensor
     """int64 [num_tokens · num_kv_heads], where keys go in layer 0."""
     value_slots: torch.Tensor
-    plans: dict[int | None, _Plan] = field(default_factory=dict)
+    plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
     """One for each sliding window among the layers."""
 
     def attend(
@@ -146,34 +104,22 @@ class TorchAttention:
         shape = storage.shape
         pool = storage.device_pool
         self._shape = shape
-        self._device = pool.device
         self._dtype = pool.dtype
-        self._layer_rows = 2 * shape.num_kv_heads
-        block_rows = shape.num_layers * self._layer_rows
-        self._block_rows = block_rows
-        by_head = pool.view(storage.num_blocks * block_rows, shape.block_size * shape.head_dim)
+        self._planner = Planner(storage)
+        layer_rows = 2 * shape.num_kv_heads
+        by_head = pool.view(-1, shape.block_size * shape.head_dim)
         by_slot = pool.view(-1, shape.head_dim)
         # A layer is a shift of the same indices, so that they are computed once a step.
-        self._heads = [by_head[layer * self._layer_rows :] for layer in range(shape.num_layers)]
-        self._slots = [by_slot[layer * self._layer_rows * shape.block_size :] for layer in range(shape.num_layers)]
-        self._max_gather = _MAX_GATHER_BYTES.get(pool.device.type, 1 << 30)
+        self._heads = [by_head[layer * layer_rows :] for layer in range(shape.num_layers)]
+        self._slots = [by_slot[layer * layer_rows * shape.block_size :] for layer in range(shape.num_layers)]
         self._scratch = torch.empty(0, dtype=pool.dtype, device=pool.device)
 
     def prepare(self, batch: PackedBatch) -> TorchStep:
-        shape = self._shape
-        row_of_token = np.repeat(np.arange(len(batch.starts)), batch.lengths)
-        first_token = np.cumsum(batch.lengths) - batch.lengths
-        positions = np.arange(len(row_of_token)) - first_token[row_of_token] + batch.starts[row_of_token]
-        blocks = batch.tables[row_of_token, positions // shape.block_size]
-        slots = blocks * (self._block_rows * shape.block_size) + positions % shape.block_size
-        heads = np.arange(shape.num_kv_heads, dtype=np.int64) * shape.block_size
-        key_slots = (slots[:, None] + heads).reshape(-1)
-        return TorchStep(
-            backend=self,
-            batch=batch,
-            key_slots=self._tensor(key_slots),
-            value_slots=self._tensor(key_slots + shape.num_kv_heads * shape.block_size),
-        )
+        key_slots, value_slots = self._planner.slots(batch)
+        return TorchStep(self, batch, key_slots, value_slots)
+
+    def plan(self, batch: PackedBatch, window: int | None) -> AttentionPlan:
+        return self._planner.plan(batch, window)
 
     def write(
         self,
@@ -189,7 +135,20 @@ class TorchAttention:
         self._slots[layer].index_copy_(0, value_slots, value.reshape(-1, head_dim))
 
     def decode(
-        self, layer: int, query: torch.Tensor, group: _DecodeGroup, scale: float, softcap: float | None
+        self, layer: int, query: torch.Tensor, group: DecodeGroup, scale: float, softcap: float | None
+    ) -> torch.Tensor:
+        """`query` [rows, num_heads, head_dim], and so the result."""
+        if not group.on_one_thread:
+            return self._decode(layer, query, group, scale, softcap)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._decode(layer, query, group, scale, softcap)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _decode(
+        self, layer: int, query: torch.Tensor, group: DecodeGroup, scale: float, softcap: float | None
     ) -> torch.Tensor:
         kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         keys, values = self._gather(layer, group.gather, group.unwritten, group.rows * kv_heads)
@@ -213,7 +172,7 @@ class TorchAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        row: _PrefillRow,
+        row: PrefillRow,
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
@@ -234,7 +193,7 @@ class TorchAttention:
                 queries, keys, values, attn_mask=row.mask, is_causal=row.mask is None, scale=scale
             )
         else:
-            mask = self._mask(0, new_tokens, 0, row.num_keys, None) if row.mask is None else row.mask
+            mask = self._planner.mask(0, new_tokens, 0, row.num_keys, None) if row.mask is None else row.mask
             scores = _bend(torch.matmul(queries, keys.transpose(2, 3)), scale, softcap).add_(mask)
             out = torch.matmul(_softmax(scores, values.dtype), values)
         return out.permute(2, 0, 1, 3).reshape(new_tokens, -1, head_dim)
@@ -247,128 +206,13 @@ class TorchAttention:
         width = self._shape.block_size * head_dim
         size = index.numel() * width
         if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=self._dtype, device=self._device)
+            self._scratch = torch.empty(size, dtype=self._dtype, device=self._scratch.device)
         scratch = self._scratch[:size].view(-1, width)
         torch.index_select(self._heads[layer], 0, index, out=scratch)
         if unwritten is not None:
             scratch.view(-1, head_dim).index_fill_(0, unwritten, 0.0)
         both = scratch.view(2, batch, -1, head_dim)
         return both[0], both[1]
-
-    def plan(self, batch: PackedBatch, window: int | None) -> _Plan:
-        decodes = np.flatnonzero(batch.lengths == 1)
-        first_token = np.cumsum(batch.lengths) - batch.lengths
-        prefills = [
-            self._plan_prefill(batch, int(row), int(first_token[row]), window)
-            for row in np.flatnonzero(batch.lengths > 1)
-        ]
-        return _Plan(self._plan_decodes(batch, decodes, first_token[decodes], window), prefills)
-
-    def _plan_prefill(self, batch: PackedBatch, row: int, first_token: int, window: int | None) -> _PrefillRow:
-        start, length = int(batch.starts[row]), int(batch.lengths[row])
-        tokens = slice(first_token, first_token + length)
-        end = start + length
-        if start == 0 and (window is None or window >= length):
-            return _PrefillRow(tokens, length, 0, None, None)
-        low = 0 if window is None else max(0, start - window + 1)
-        block_size = self._shape.block_size
-        first_block = low // block_size
-        blocks = batch.tables[row, first_block : -(-end // block_size)]
-        return _PrefillRow(
-            tokens=tokens,
-            num_keys=end - low,
-            skip=low - first_block * block_size,
-            gather=self._tensor(self._gather_index(blocks[None])),
-            mask=self._mask(start, length, low, end, window),
-        )
-
-    def _plan_decodes(
-        self, batch: PackedBatch, rows: NDArray[np.int64], tokens: NDArray[np.int64], window: int | None
-    ) -> list[_DecodeGroup]:
-        """Cut the decode rows, longest first, into groups that waste little on padding and fit the cache."""
-        if not len(rows):
-            return []
-        block_size = self._shape.block_size
-        ends = batch.starts[rows] + 1
-        lows = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
-        first_blocks = lows // block_size
-        counts = -(-ends // block_size) - first_blocks
-        order = np.argsort(-counts, kind="stable")
-        block_bytes = self._layer_rows * block_size * self._shape.head_dim * self._dtype.itemsize
-        groups: list[NDArray[np.int64]] = []
-        begin = 0
-        while begin < len(order):
-            widest = int(counts[order[begin]])
-            most = max(1, self._max_gather // (widest * block_bytes))
-            similar = int(np.searchsorted(-counts[order], -(0.7 * widest - 4), side="right"))
-            stop = max(begin + 1, min(similar, begin + most, len(order)))
-            groups.append(np.sort(order[begin:stop]))
-            begin = stop
-        whole = len(groups) == 1 and len(rows) == len(batch.lengths)
-        return [
-            self._plan_group(
-                batch.tables[rows[group]],
-                ends[group],
-                lows[group],
-                first_blocks[group],
-                int(counts[group].max()),
-                None if whole else tokens[group],
-            )
-            for group in groups
-        ]
-
-    def _plan_group(
-        self,
-        tables: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        lows: NDArray[np.int64],
-        first_blocks: NDArray[np.int64],
-        num_blocks: int,
-        tokens: NDArray[np.int64] | None,
-    ) -> _DecodeGroup:
-        shape = self._shape
-        num_rows = len(ends)
-        num_keys = num_blocks * shape.block_size
-        # Past a row's own blocks its first one is read again: always masked, and full unless it is the only one.
-        columns = first_blocks[:, None] + np.arange(num_blocks)
-        columns = np.where(columns * shape.block_size < ends[:, None], columns, first_blocks[:, None])
-        blocks = np.take_along_axis(tables, columns, axis=1)
-        positions = (first_blocks * shape.block_size)[:, None] + np.arange(num_keys)
-        masked = (positions >= ends[:, None]) | (positions < lows[:, None])  # [rows, num_keys]
-        mask = np.where(masked, np.float32(-np.inf), np.float32(0.0))
-        held = (columns[:, :, None] * shape.block_size + np.arange(shape.block_size)).reshape(num_rows, num_keys)
-        row, slot = np.nonzero(held >= ends[:, None])
-        per_head = (row[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads)) * num_keys + slot[:, None]
-        unwritten = np.concatenate(
-            [per_head.reshape(-1), per_head.reshape(-1) + num_rows * shape.num_kv_heads * num_keys]
-        )
-        return _DecodeGroup(
-            tokens=None if tokens is None else self._tensor(tokens),
-            rows=num_rows,
-            num_keys=num_keys,
-            gather=self._tensor(self._gather_index(blocks)),
-            mask=self._tensor(np.repeat(mask, shape.num_kv_heads, axis=0)[:, None]).to(self._dtype),
-            unwritten=self._tensor(unwritten),
-        )
-
-    def _gather_index(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of the pool's by-head matrix, in layer 0, in the order [2, rows, num_kv_heads, blocks]."""
-        kv_heads = self._shape.num_kv_heads
-        sides = np.arange(2, dtype=np.int64)[:, None, None, None] * kv_heads
-        heads = np.arange(kv_heads, dtype=np.int64)[None, None, :, None]
-        return (blocks[None, :, None, :] * self._block_rows + sides + heads).reshape(-1)
-
-    def _mask(self, start: int, length: int, low: int, end: int, window: int | None) -> torch.Tensor:
-        """Causal over keys `low` to `end` for queries from `start`: [length, end - low] of 0 and -inf."""
-        queries = torch.arange(start, start + length, device=self._device)[:, None]
-        keys = torch.arange(low, end, device=self._device)[None, :]
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, -torch.inf)
-
-    def _tensor(self, array: NDArray[np.int64] | NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
 def _softmax(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
