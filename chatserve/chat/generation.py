@@ -79,6 +79,8 @@ class Generation:
         """Tokens that wait for the store."""
         self._stored_text = [record.text]
         self._stored_ids: list[int] = list(record.token_ids)
+        self._num_taken = 0
+        """Tokens of this attempt that went to the store; the last ones may not be published yet."""
         self._num_stored = 0
 
     # --- what the engine says -----------------------------------------------------------------------------------------
@@ -143,19 +145,21 @@ class Generation:
         return self.end is not None and not self.is_finishing and is_written
 
     def take_delta(self) -> Delta | None:
-        """All that is settled and not yet stored, as one write; it must be stored before the next is taken."""
+        """All that is settled and was not taken before, as one write; it must be stored before the next is taken."""
         text = "".join(piece.text for piece in self._unsent)
         if not text:
             return None
         token_ids = tuple(i for piece in self._unsent for i in piece.token_ids)
         self._unsent.clear()
         self.num_unsent = 0
+        first_token = self._num_taken
+        self._num_taken += len(token_ids)
         return Delta(
             user=self.user,
             session=self.session,
             message=self.message,
             attempt=self.attempt,
-            first_token=self._num_stored,
+            first_token=first_token,
             token_ids=token_ids,
             text=text,
         )
@@ -180,6 +184,7 @@ class Generation:
         end = self.end
         assert end is not None, "it has not ended"
         reason = self.final_reason
+        assert self._num_stored == self._num_taken, "its text is published before its end"
         # Tokens without text (control tokens, half a character) are part of the prompt all the same.
         rest = tuple(i for piece in self._unsent for i in piece.token_ids)
         assert not any(piece.text for piece in self._unsent), "text is stored by deltas"

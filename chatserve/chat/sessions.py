@@ -63,7 +63,8 @@ class LiveSession:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.generations or self.num_subscribers or self.lock.locked() or self._early)
+        in_use = self.generations or self.num_subscribers or self.lock.locked()
+        return not (in_use or self._early or self.is_uncertain)
 
     def state(self) -> SessionState:
         """The session as of `seq`, with the text generated so far."""
@@ -94,19 +95,14 @@ class LiveSession:
     def reload(self, state: SessionState, missed: Sequence[AnyEvent] | None) -> None:
         """Take over the store's view after an uncertain write, and publish the events it turns out to have made.
 
-        Events of generations are left to their writers, who try until they know. `missed` is None where the store has
-        trimmed them: whoever missed them gets a snapshot when it reconnects.
+        Events of generations are left to their writers, who try until they know; what comes after these waits for them.
+        `missed` is None where the store has trimmed them: whoever missed them gets a snapshot when it reconnects.
         """
         if missed is None:
             self.seq = max(self.seq, state.seq)
         for event in missed or ():
-            self._catch_up()
-            if event.seq <= self.seq:
-                continue
-            if event.seq > self.seq + 1 or isinstance(event, _GENERATION_EVENTS):
-                break
-            self.seq = event.seq
-            self._publish(self.user, self.session, [event])
+            if event.seq > self.seq and not isinstance(event, _GENERATION_EVENTS):
+                self._early.setdefault(event.seq, ([event], lambda: None))
         self.record = state.record
         self.tree = _tree(state)
         self._catch_up()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from chatserve.chat import service
+from chatserve.chat import service, sessions
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.store import Committed, Delta, SessionState, Transaction
 from chatserve.engine.paths import PathTable
@@ -211,6 +212,114 @@ class FlakyStore(MemoryStore):
         return await self._flaky(super().append(deltas))
 
 
+class LossyStore(MemoryStore):
+    """Does what it is asked while `lossy` and keeps the replies until `lost`, when all of them fail at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lossy = False
+        self.num_kept = {"append": 0, "commit": 0}
+        self.lost = asyncio.Event()
+        self.may_append = asyncio.Event()
+        self.may_append.set()
+
+    async def commit(self, change: Transaction) -> Committed:
+        lossy, committed = self.lossy, await super().commit(change)
+        await self._reply("commit", lossy=lossy)
+        return committed
+
+    async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
+        await self.may_append.wait()
+        lossy, seqs = self.lossy, await super().append(deltas)
+        await self._reply("append", lossy=lossy)
+        return seqs
+
+    async def _reply(self, kind: str, *, lossy: bool) -> None:
+        if lossy:
+            self.num_kept[kind] += 1
+            await self.lost.wait()
+            raise StoreUnavailableError("no answer")
+
+
+async def test_a_turn_of_uncertain_fate_is_told_though_text_before_it_is_still_uncertain(encoders: Encoders) -> None:
+    """The text's writer may ask again only after the session was read again: what follows its text waits for it."""
+    store = LossyStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        _, reply = await harness.say(session, "on", max_tokens=3000)
+        await harness.writing(session, reply, 5)
+        live = harness.service._core.sessions.peek(ANN, session)
+        store.lossy = True
+        await harness.until(lambda: store.num_kept["append"])
+        fields = {"session": session, "parent": None, "text": "meanwhile", "params": {"max_tokens": 2}}
+        sending = asyncio.ensure_future(harness.call("send_message", id_="same", **fields))
+        await harness.until(lambda: store.num_kept["commit"])
+        store.lossy = False
+        store.may_append.clear()
+        store.lost.set()
+        assert isinstance(await refused(sending), StoreUnavailableError)
+        await harness.until(lambda: harness.health[-1] == ("store", True) and not live.is_uncertain)
+        store.may_append.set()
+        ack = await harness.call("send_message", id_="same", **fields)
+        await harness.ended(session, ack["reply"])
+        await harness.call("stop_generation", session=session, message=reply)
+        await harness.turn(session, "goes on", ack["reply"], max_tokens=2)
+        await harness.idle()
+        await harness.check()
+
+
+async def test_text_goes_on_while_the_reply_of_an_earlier_write_is_on_its_way(encoders: Encoders) -> None:
+    class Overtaken(MemoryStore):
+        """The reply to the next commit comes after those to some later appends."""
+
+        is_next = False
+
+        async def commit(self, change: Transaction) -> Committed:
+            is_next, self.is_next = self.is_next, False
+            committed, num_appends = await super().commit(change), self.num_appends
+            async with asyncio.timeout(5):
+                while is_next and self.num_appends < num_appends + 4:
+                    await asyncio.sleep(0)
+            return committed
+
+    store = Overtaken()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        _, reply = await harness.say(session, "on", max_tokens=400)
+        await harness.writing(session, reply, 5)
+        store.is_next = True
+        _, two = await harness.say(session, "meanwhile", max_tokens=2)
+        await harness.ended(session, reply)
+        await harness.ended(session, two)
+        stored = await store.load(ANN, session)
+        assert view_of(stored) == harness.mirrors[session].view()
+        assert next(m for m in stored.messages if m.message == reply).usage.completion_tokens == 400
+        await harness.idle()
+        await harness.check()
+
+
+async def test_a_session_of_uncertain_fate_stays_in_memory_until_it_is_known(
+    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_IDLE_SESSIONS", 1)
+    store = FlakyStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        harness.service.set_subscribers(session, 0)
+        store.plan = ["done"]
+        fields = {"session": session, "parent": None, "text": "once", "params": {"max_tokens": 4}}
+        assert isinstance(await refused(harness.call("send_message", id_="same", **fields)), StoreUnavailableError)
+        held = harness.service._core.sessions
+        held.add(
+            SessionState(
+                record=msgspec.structs.replace(held.peek(ANN, session).record, session="s"), seq=0, messages=()
+            )
+        )
+        await harness.until(lambda: harness.health[-1] == ("store", True))
+        ack = await harness.call("send_message", id_="same", **fields)
+        await harness.ended(session, ack["reply"])
+
+
 class SlowStore(MemoryStore):
     """Reads sessions when it is told to."""
 
@@ -227,14 +336,14 @@ class SlowStore(MemoryStore):
 async def test_a_session_is_in_memory_once_whichever_reads_fail(encoders: Encoders) -> None:
     store = SlowStore()
     async with Harness(encoders["chatml"], store=store) as harness:
-        sessions = harness.service._core.sessions
+        held = harness.service._core.sessions
         session = SessionId((await harness.call("create_session"))["session"])
-        del sessions._live[session]  # as if it had rested
-        one, two = (asyncio.ensure_future(sessions.get(ANN, session)) for _ in range(2))
+        del held._live[session]  # as if it had rested
+        one, two = (asyncio.ensure_future(held.get(ANN, session)) for _ in range(2))
         await harness.until(lambda: len(store.reads) == 1)
         store.reads[0].set_exception(StoreUnavailableError("no answer"))
         assert isinstance(await refused(one), StoreUnavailableError)
-        three = asyncio.ensure_future(sessions.get(ANN, session))
+        three = asyncio.ensure_future(held.get(ANN, session))
         await harness.until(lambda: len(store.reads) == 3)
         for read in store.reads[1:]:
             read.set_result(None)
