@@ -384,13 +384,31 @@ async def test_an_oversize_text_stays_in_the_box_and_the_socket_goes_on(tab: Tab
     large = "0123456789abcdef" * (300 * 64)
     await tab.page.fill("#composer-text", large)
     await tab.page.press("#composer-text", "Enter")
-    await expect(tab.page.locator(".notice")).to_contain_text("262144")
+    await expect(tab.page.locator(".notice")).to_have_text(re.compile(r"^Not sent\. Text is .*262144.*\.$"))
     assert await tab.page.input_value("#composer-text") == large
     await expect(tab.page.locator("#banner")).to_be_hidden()
     await tab.page.get_by_role("button", name="Dismiss").click()
     await expect(tab.page.locator(".notice")).to_have_count(0)
     await tab.ask("After")
     assert (await tab.texts())[-1] == "You said: After"
+
+
+async def test_an_engine_that_is_away_is_said_once_and_plainly(tab: Tab) -> None:
+    await tab.ask("Before")
+    tab.server.engine.kill()
+    await expect(tab.page.locator("#banner")).to_contain_text("without its engine")
+    fade = "getComputedStyle(document.querySelector('.chat-head'), '::after').display"
+    assert await tab.page.evaluate(fade) == "none", "the head's shadow does not fall on it"
+    await tab.send("Now")
+    await expect(tab.page.locator(".notice-text")).to_have_text(
+        "Not sent. The model is starting or restarting. Try again in a moment."
+    )
+    tab.server.engine.replace()
+    await expect(tab.page.locator("#banner")).to_be_hidden()
+    await tab.page.press(BOX, "Enter")
+    await expect(tab.page.locator(".message.assistant")).to_have_count(2)
+    await tab.finished()
+    assert await tab.texts() == ["Before", "You said: Before", "Now", "You said: Now"]
 
 
 async def test_drafts_are_kept_for_each_chat(tab: Tab) -> None:

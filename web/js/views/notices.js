@@ -7,7 +7,7 @@
 
 import { announce, h, iconButton } from "./dom.js";
 
-/** What an error code means for the person who got it. @type {Record<string, string>} */
+/** What to say instead of the server's words, where those are more about the server than about what to do. @type {Record<string, string>} */
 const ADVICE = {
   overloaded: "The server is busy. Try again in a moment.",
   rate_limited: "That was too fast for this server. Try again in a moment.",
@@ -15,6 +15,9 @@ const ADVICE = {
   engine_unavailable: "The model is starting or restarting. Try again in a moment.",
   busy: "An answer is being written there. Stop it first, or wait for its end.",
 };
+
+/** @param {string} text */
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.!?…]$/.test(text) ? "" : "."}`;
 
 export class Notices {
   /** @param {HTMLElement} root */
@@ -28,7 +31,7 @@ export class Notices {
    */
   problem(what, error) {
     const code = error.code ?? "";
-    this.show(what, [ADVICE[code], error.message].filter(Boolean).join(" "), code);
+    this.show(what, ADVICE[code] ?? sentence(error.message), code);
   }
 
   /**
