@@ -17,7 +17,7 @@ from chatserve.server.context import SERVER_NAME, Context
 from chatserve.server.frames import AnyRequest
 from chatserve.server.hub import Socket, Subscription
 from chatserve.server.outbox import encode, frame_of
-from chatserve.server.protocol import error_text
+from chatserve.server.reading import error_text
 from chatserve.types import MessageId, SessionId
 
 _log = logging.getLogger(__name__)

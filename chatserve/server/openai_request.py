@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from chatserve.errors import BadFrameError, BadParamsError, TooLargeError
-from chatserve.server.protocol import utf8_len
+from chatserve.server.reading import utf8_len
 from chatserve.types import validate_params
 
 _SAME_PARAMS: Final = (
