@@ -44,14 +44,21 @@ def token_line(user: str, token: str) -> str:
 
 
 def add_token(path: Path, user: str) -> str:
-    """Append a new token for `user` to the file, readable by its owner only, and return it: it is kept nowhere."""
+    """Append a new token for `user` to the file, readable by its owner only, and return it: it is kept nowhere.
+
+    Raises:
+        StartupError: the name is not one that a user may have, or the file cannot be written.
+    """
     token = new_token()
     line = token_line(user, token)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-        before = file.read()
-        file.write(("" if before.endswith("\n") or not before else "\n") + line + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
+            before = file.read()
+            file.write(("" if before.endswith("\n") or not before else "\n") + line + "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"the tokens file {path} cannot be written: {error}") from error
     return token
 
 

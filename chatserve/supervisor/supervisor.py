@@ -21,6 +21,7 @@ import msgspec
 
 from chatserve.config import EngineSettings, ServeSettings, WebSettings, hand_over_settings
 from chatserve.errors import StartupError
+from chatserve.server.origin import Gate
 from chatserve.supervisor import network, paths
 from chatserve.supervisor.children import Child, Commands, RestartPolicy, describe_exit
 
@@ -110,6 +111,8 @@ class Supervisor:
         """
         settings = self._settings
         network.check_exposure(settings.host, settings.tokens_file)
+        # The web worker has the same said, but after a model has been fetched and loaded.
+        Gate(settings.host, settings.allowed_hosts, settings.allowed_origins)
         paths.prepare_data_dir(settings.data_dir)
         lock = paths.lock_data_dir(settings.data_dir)
         try:

@@ -80,6 +80,15 @@ def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
         Authenticator(tmp_path / "empty")
 
 
+def test_a_file_that_cannot_be_added_to_is_one_line_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_bytes(b"\xff\n")
+    for path in (tmp_path, tmp_path / "tokens" / "inside", tmp_path / "tokens"):
+        with pytest.raises(StartupError, match="cannot be written") as refused:
+            add_token(path, "ada")
+        assert "\n" not in str(refused.value)
+    assert (tmp_path / "tokens").read_bytes() == b"\xff\n"
+
+
 def test_a_name_that_could_be_taken_for_something_else_is_refused() -> None:
     for name in ("", "a:b", "a\nb", "x" * 65, "-x"):
         with pytest.raises(StartupError, match="no user name"):

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatserve.config import ServeSettings
 from chatserve.errors import StartupError
 from chatserve.server import auth
 from chatserve.supervisor import network, paths
 from chatserve.supervisor.children import RestartPolicy, describe_exit
+from chatserve.supervisor.supervisor import Supervisor
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
@@ -49,6 +51,14 @@ def test_any_other_host_needs_one(host: str, tmp_path: Path) -> None:
         network.check_exposure(host, tokens)
     auth.add_token(tokens, "alice")
     network.check_exposure(host, tokens)
+
+
+async def test_an_allowed_origin_that_is_none_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    settings = ServeSettings(data_dir=data_dir, cache_dir=tmp_path, port=0, allowed_origins=("app.example.org",))
+    with pytest.raises(StartupError, match="--allowed-origin 'app"):
+        await Supervisor(settings).run()
+    assert not data_dir.exists()
 
 
 def test_a_socket_listens_before_anybody_serves_it() -> None:
