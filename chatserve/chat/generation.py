@@ -140,9 +140,10 @@ class Generation:
 
     @property
     def is_ready_to_finish(self) -> bool:
-        """It has ended, and all that comes before its end is stored."""
-        is_written = not self.notices and not any(piece.text for piece in self._unsent)
-        return self.end is not None and not self.is_finishing and is_written
+        """It has ended, and all that comes before its end is stored and published."""
+        is_taken = not self.notices and not any(piece.text for piece in self._unsent)
+        is_published = self._num_stored == self._num_taken
+        return self.end is not None and not self.is_finishing and is_taken and is_published
 
     def take_delta(self) -> Delta | None:
         """All that is settled and was not taken before, as one write; it must be stored before the next is taken."""
@@ -170,6 +171,8 @@ class Generation:
         self._num_stored += len(delta.token_ids)
         self._stored_ids += delta.token_ids
         self._stored_text.append(delta.text)
+        if self.end is not None:
+            self._on_change(self)  # its end may have waited for this
 
     def as_stored(self, record: MessageRecord) -> MessageRecord:
         """The message with the text that has been published."""

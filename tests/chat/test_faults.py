@@ -307,6 +307,42 @@ async def test_text_goes_on_while_the_reply_of_an_earlier_write_is_on_its_way(en
         await harness.check()
 
 
+async def test_an_end_waits_for_its_text_though_another_end_is_of_uncertain_fate(encoders: Encoders) -> None:
+    class LosesAnEnd(MemoryStore):
+        """Stores the end of `victim`, says so only by failing, and that not before `lost`."""
+
+        victim = ""
+        lost = asyncio.Event()
+
+        async def commit(self, change: Transaction) -> Committed:
+            committed = await super().commit(change)
+            if self.victim and change.write_id == f"end:{self.victim}:0":
+                self.victim = ""
+                await self.lost.wait()
+                raise StoreUnavailableError("no answer")
+            return committed
+
+    store = LosesAnEnd()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        message, long = await harness.say(session, "on", max_tokens=60)
+        await harness.writing(session, long, 5)
+        ack = await harness.call("regenerate_message", session=session, message=message, params={"max_tokens": 5})
+        store.victim = ack["reply"]
+        engine = harness.client.engine
+        await harness.until(lambda: not engine.has_work and not store.victim)
+        for _ in range(50):
+            await asyncio.sleep(0)  # the long one has all its text stored, and waits for the short one's end
+        store.lost.set()
+        assert (await harness.ended(session, long)).usage.completion_tokens == 60
+        await harness.ended(session, ack["reply"])
+        stored = await store.load(ANN, session)
+        assert view_of(stored) == harness.mirrors[session].view()
+        assert len(next(m for m in stored.messages if m.message == long).token_ids) == 60
+        await harness.idle()
+        await harness.check()
+
+
 async def test_a_session_of_uncertain_fate_stays_in_memory_until_it_is_known(
     encoders: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
