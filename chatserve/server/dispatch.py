@@ -155,6 +155,8 @@ def welcome(context: Context, socket: Socket) -> None:
 async def resume(context: Context, socket: Socket, wishes: list[tuple[Subscription, int]]) -> None:
     """Bring each of `hello.resume` up to date; one that cannot be had does not hold up the others."""
     for subscription, after in wishes:
+        if socket.outbox.ended:
+            return  # nobody is left to read the store for
         try:
             await context.hub.open(subscription, context.service, after)
         except ChatError as error:

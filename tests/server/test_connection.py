@@ -15,6 +15,7 @@ import websockets
 from websockets.asyncio.client import connect
 
 from chatserve.config import Limits
+from chatserve.errors import NotFoundError
 from chatserve.server import connection, protocol
 from chatserve.types import SessionId, UserId
 from tests.blackbox.client import ChatClient, Frame, Mirror, RequestFailedError
@@ -194,6 +195,28 @@ async def test_resuming_replays_what_was_missed_and_goes_on_live(server: Server)
             await driver.ended(session, reply)
             assert late.snapshots[session] == 0
             assert late.sessions[session].tree() == mirror.tree()
+
+
+async def test_a_client_that_is_gone_has_nothing_more_read_for_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on, reads = asyncio.Event(), asyncio.Event(), 0
+
+    async def replay(*_args: object) -> None:
+        nonlocal reads
+        reads += 1
+        reading.set()
+        await go_on.wait()
+        raise NotFoundError("no such session")
+
+    monkeypatch.setattr(server.context.service, "replay", replay)
+    socket = await raw(server, {**HELLO, "resume": [{"session": str(index), "after": 0} for index in range(1000)]})
+    await asyncio.wait_for(reading.wait(), 10)
+    socket.transport.abort()
+    await until(lambda: not list(server.context.hub.sockets()))
+    go_on.set()
+    await until(lambda: not len(server.context.background))
+    assert reads == 1
 
 
 async def test_another_users_session_cannot_be_resumed() -> None:

@@ -2,10 +2,11 @@
 /**
  * Notices: what went wrong, with its detail, until it is dismissed or overtaken.
  *
- * Owns its list; an error of the same kind replaces the one before, so that nothing piles up.
+ * Owns its list; an error of the same kind replaces the one before, so that nothing piles up. Each is an alert, which
+ * screen readers say by themselves.
  */
 
-import { announce, h, iconButton } from "./dom.js";
+import { h, iconButton } from "./dom.js";
 
 /** What to say instead of the server's words, where those are more about the server than about what to do. @type {Record<string, string>} */
 const ADVICE = {
@@ -47,7 +48,6 @@ export class Notices {
       iconButton("close", "Dismiss", dismiss));
     this._root.append(notice);
     while (this._root.children.length > 3) this._root.firstElementChild?.remove();
-    announce(`${title} ${detail}`);
   }
 
   /** @param {string} [kind] */
