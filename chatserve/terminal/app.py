@@ -144,7 +144,9 @@ class ChatApp:
         await self._watch(before.message, len(before.text))
 
     async def _watch(self, reply: str, shown: int = 0) -> None:
-        """Print an answer as it comes, over reconnects, until it ends; Ctrl-C stops it."""
+        """Print an answer as it comes, over reconnects, until it ends; Ctrl-C stops it, or while there is no connection
+        the waiting for it.
+        """
         view = await self.opened()
         started = False
         with self._stopping_on_interrupt(view.session, reply):
@@ -183,16 +185,31 @@ class ChatApp:
 
     @contextlib.contextmanager
     def _stopping_on_interrupt(self, session: str, message: str) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
+        loop, watching = asyncio.get_running_loop(), asyncio.current_task()
+        assert watching is not None
         stops: set[asyncio.Task[None]] = set()
+        left = False
 
         async def ask() -> None:
             with contextlib.suppress(ServerError, NotConnectedError):
                 await self.client.request("generation.stop", session=session, message=message)
 
-        loop.add_signal_handler(signal.SIGINT, lambda: stops.add(loop.create_task(ask())))
+        def interrupted() -> None:
+            nonlocal left
+            if self.client.connected:
+                stops.add(loop.create_task(ask()))
+            elif not left:
+                left = True
+                watching.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, interrupted)
         try:
             yield
+        except asyncio.CancelledError:
+            if not left:
+                raise
+            watching.uncancel()
+            raise CommandError("there is no connection; /history shows the answer when there is one again") from None
         finally:
             loop.remove_signal_handler(signal.SIGINT)
 

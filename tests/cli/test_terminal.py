@@ -156,6 +156,22 @@ async def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         assert "assistant" in notes  # /history still ran
 
 
+async def test_ctrl_c_leaves_an_answer_that_a_lost_connection_holds_up() -> None:
+    async with FakeServer() as server:
+        server.word_gate = asyncio.Event()
+        out, notes = io.StringIO(), io.StringIO()
+        async with asyncio.timeout(TIMEOUT_S), ChatClient(server.url) as client:
+            app = ChatApp(client, Typed("never the end", "/quit"), Output(out, Console(file=notes, width=200)))
+            running = asyncio.create_task(app.run())
+            await server.waiting.wait()
+            await server.__aexit__()
+            await client.wait_for(lambda: not client.connected)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert await running == 1
+        assert "never the end".startswith(out.getvalue())
+        assert "there is no connection" in notes.getvalue()
+
+
 async def test_a_wrong_token_ends_the_client_with_the_servers_words() -> None:
     async with FakeServer(token="right") as server:
         with pytest.raises(NotConnectedError, match="a token is needed"):
