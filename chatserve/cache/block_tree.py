@@ -15,72 +15,17 @@ What holds on the device holds from the root down: a child on the device has its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from chatserve.cache.evictor import PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
+from chatserve.cache.node import Node
 from chatserve.cache.scopes import PUBLIC_TAG, ScopeTags
-from chatserve.cache.siblings import TAG_BYTES, TOKEN_BYTES, Siblings, num_common
-from chatserve.types import BlockId, HostBlockId, Scope
-
-
-class Node:
-    """One block's worth of tokens. Written by the tree alone, except `has_writer`, which is the manager's."""
-
-    __slots__ = (
-        "block_id",
-        "children",
-        "had_child",
-        "has_writer",
-        "host_block_id",
-        "key",
-        "last_used",
-        "num_device_children",
-        "num_pins",
-        "parent",
-        "standing",
-    )
-
-    def __init__(self, parent: Node | None, key: bytes) -> None:
-        self.parent = parent
-        self.key = key
-        self.children: Siblings | None = None
-        self.block_id: BlockId | None = None
-        self.host_block_id: HostBlockId | None = None
-        self.num_pins = 0
-        self.num_device_children = 0
-        self.last_used = 0
-        self.standing = PROBATION
-        self.had_child = False
-        self.has_writer = False
-
-    @property
-    def tag(self) -> bytes:
-        return self.key[:TAG_BYTES]
-
-    @property
-    def num_tokens(self) -> int:
-        return (len(self.key) - TAG_BYTES) // TOKEN_BYTES
-
-    @property
-    def is_public(self) -> bool:
-        return self.key.startswith(PUBLIC_TAG)
-
-    def find_child(self, key: bytes) -> Node | None:
-        return None if self.children is None else self.children.find(key)
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """The longest cached beginning of a sequence: full nodes from the root, then `fork_tokens` tokens of `fork`."""
-
-    nodes: tuple[Node, ...]
-    fork: Node | None
-    fork_tokens: int
-    extends_fork: bool
-    """All tokens of `fork` match and it may be written on, so that nothing has to be copied."""
+from chatserve.cache.siblings import TOKEN_BYTES, Siblings
+from chatserve.types import BlockId, HostBlockId
 
 
 class BlockTree:
+    """Nodes under a root that is none of them; `search` reads it."""
+
     __slots__ = (
         "_clock",
         "block_size",
@@ -115,30 +60,6 @@ class BlockTree:
         self.tags = ScopeTags()
         """Each node uses its scope's tag."""
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
-    def find(self, tokens: bytes, scope: Scope) -> Path:
-        """The longest way to spell a beginning of packed `tokens`; among equals the more public. Reads only."""
-        return max(self.paths(tokens, scope), key=lambda path: (len(path.nodes), path.fork_tokens))
-
-    def paths(self, tokens: bytes, scope: Scope) -> list[Path]:
-        """Every way to spell a beginning of packed `tokens` with public nodes and those of `scope`. Reads only.
-
-        A public node may have children of both kinds, a private one only of its own. So the ways are the public trunk
-        and, from each of its nodes, the private branch; as a rule there is one, at the end of what is shared.
-        """
-        tags = [PUBLIC_TAG]
-        trunk = self._follow(self.root, tokens, 0, PUBLIC_TAG)
-        found = [trunk]
-        own_tag = self.tags.find(scope)
-        if own_tag is not None:
-            tags.append(own_tag)
-            for depth in range(len(trunk), -1, -1):
-                branch = self._follow(trunk[depth - 1] if depth else self.root, tokens, depth, own_tag)
-                if branch:
-                    found.append(trunk[:depth] + branch)
-        return [self._fork(nodes, tokens, tags) for nodes in found]
-
     def walk(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
         stack = [self.root]
@@ -147,44 +68,6 @@ class BlockTree:
             if node is not self.root:
                 yield node
             stack.extend(node.children or ())
-
-    def _follow(self, node: Node, tokens: bytes, depth: int, tag: bytes) -> list[Node]:
-        size = self.block_size * TOKEN_BYTES
-        found: list[Node] = []
-        for start in range(depth * size, len(tokens) - size + 1, size):
-            child = node.find_child(tag + tokens[start : start + size])
-            if child is None:
-                break
-            found.append(child)
-            node = child
-        return found
-
-    def _fork(self, nodes: list[Node], tokens: bytes, tags: list[bytes]) -> Path:
-        """The path over `nodes`, and the child at their end that shares most of the tokens that follow."""
-        node = nodes[-1] if nodes else self.root
-        size = self.block_size * TOKEN_BYTES
-        rest = tokens[len(nodes) * size : (len(nodes) + 1) * size]
-        best: tuple[int, bool, bool] = (0, False, False)
-        fork: Node | None = None
-        for tag in tags if node.children and rest else ():
-            assert node.children is not None
-            for near in node.children.neighbours(tag + rest):
-                num_tokens = num_common(near.key, tag + rest) - 1
-                if num_tokens <= 0:
-                    continue
-                # Of several that share as many tokens, the one that ends right there can be extended without a copy.
-                whole = node.children.find(tag + rest[: num_tokens * TOKEN_BYTES])
-                for candidate in (near, whole):
-                    if candidate is None:
-                        continue
-                    rank = num_tokens, self._may_extend(candidate, num_tokens), candidate.block_id is not None
-                    if rank > best:
-                        best, fork = rank, candidate
-        return Path(tuple(nodes), fork, best[0], best[1])
-
-    @staticmethod
-    def _may_extend(node: Node, num_tokens: int) -> bool:
-        return node.num_tokens == num_tokens and not node.is_public and not node.has_writer
 
     # --- identity -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from chatserve.cache.block_tree import Node
+    from chatserve.cache.node import Node
 
 PREEMPTED: Final = 0
 """Blocks of a request that was put aside to make room: they go first."""

@@ -14,7 +14,8 @@ from chatserve.cache.evictor import host_lru
 from chatserve.types import HostBlockId
 
 if TYPE_CHECKING:
-    from chatserve.cache.block_tree import BlockTree, Node
+    from chatserve.cache.block_tree import BlockTree
+    from chatserve.cache.node import Node
 
 
 class HostPool(BlockPool[HostBlockId]):

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chatserve.cache.block_pool import CACHED, PRIVATE, BlockPool
-from chatserve.cache.block_tree import BlockTree, Node
+from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.host_pool import HostPool
 from chatserve.cache.lease import Lease
+from chatserve.cache.node import Node
 from chatserve.cache.siblings import TOKEN_BYTES
 from chatserve.cache.transfers import TransferBook
 from chatserve.types import BlockId

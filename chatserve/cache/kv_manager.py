@@ -8,8 +8,8 @@ have been computed: seal, share), and `finish` or `preempt`, after which its pat
 needed.
 A step's: `take_transfers`, then the runner makes them and computes, then `transfers_done`.
 
-Its parts: `block_pool` and `host_pool` know who owns a block, `block_tree` what it holds, `evictor` what goes first,
-`transfers` which copies are planned or running, `pager` makes room, `publisher` puts computed blocks into the tree.
+Its parts: `block_pool` and `host_pool` know who owns a block, `block_tree` what it holds, `search` finds it, `publisher`
+puts it there; `pager` makes room, `evictor` says what goes first, `transfers` which copies are planned or running.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from chatserve.cache import search
 from chatserve.cache.block_pool import CACHED, PRIVATE, BlockPool
-from chatserve.cache.block_tree import BlockTree, Node, Path
+from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.host_pool import HostPool
 from chatserve.cache.invariants import check_cache
 from chatserve.cache.lease import Lease
+from chatserve.cache.node import Node
 from chatserve.cache.pager import Pager
 from chatserve.cache.publisher import Publisher
+from chatserve.cache.search import Path
 from chatserve.cache.siblings import TOKEN_BYTES, pack
 from chatserve.cache.transfers import TransferBook
 from chatserve.engine.messages import PoolCounts
@@ -83,7 +86,7 @@ class KVManager:
 
     def match(self, token_ids: Sequence[int], user: UserId) -> PrefixMatch:
         """How much of a sequence is cached, short of its last token, whose logits are wanted. Changes nothing."""
-        path = self._tree.find(pack(token_ids[:-1]), Scope(user))
+        path = search.find(self._tree, pack(token_ids[:-1]), Scope(user))
         num_swapped = sum(self.block_size for node in path.nodes if node.block_id is None)
         if path.fork is not None and path.fork.block_id is None:
             num_swapped += path.fork_tokens
@@ -100,7 +103,7 @@ class KVManager:
         assert request_id not in self._leases, f"{request_id} was admitted twice"
         assert user, "a user must have a name"
         tokens = pack(token_ids)
-        path = self._affordable(self._tree.find(tokens[:-TOKEN_BYTES], Scope(user)))
+        path = self._affordable(search.find(self._tree, tokens[:-TOKEN_BYTES], Scope(user)))
         if path is None:
             if self._pager.take_back():
                 return self.admit(request_id, token_ids, user, num_shared_tokens)
@@ -182,7 +185,7 @@ class KVManager:
 
     def hint(self, token_ids: Sequence[int], user: UserId) -> None:
         """A request for this path is likely soon: count it as used, and bring it back as far as blocks are free."""
-        path = self._tree.find(pack(token_ids), Scope(user))
+        path = search.find(self._tree, pack(token_ids), Scope(user))
         nodes = path.nodes if path.fork is None else (*path.nodes, path.fork)
         if not nodes:
             return
@@ -201,7 +204,7 @@ class KVManager:
         A block in which any of the first `num_kept_tokens` stands is kept: the conversation goes on from there.
         """
         num_kept = -(-num_kept_tokens // self.block_size)
-        for path in reversed(self._tree.paths(pack(token_ids), Scope(user))):
+        for path in reversed(search.paths(self._tree, pack(token_ids), Scope(user))):
             whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
             nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
             for node in reversed(nodes[num_kept:]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chatserve.cache.block_tree import Node
+from chatserve.cache.node import Node
 from chatserve.types import BlockId, RequestId
 
 

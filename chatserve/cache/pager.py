@@ -8,8 +8,9 @@ without.
 from __future__ import annotations
 
 from chatserve.cache.block_pool import BlockPool
-from chatserve.cache.block_tree import BlockTree, Node
+from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.host_pool import HostPool
+from chatserve.cache.node import Node
 from chatserve.cache.transfers import TransferBook
 from chatserve.types import BlockId
 

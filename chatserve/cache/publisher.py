@@ -13,8 +13,9 @@ it is full it is sealed and shared. Tables never change for that:
 from __future__ import annotations
 
 from chatserve.cache.block_pool import BlockPool
-from chatserve.cache.block_tree import BlockTree, Node
+from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.lease import Lease
+from chatserve.cache.node import Node
 from chatserve.cache.pager import Pager
 from chatserve.cache.scopes import PUBLIC_TAG
 from chatserve.cache.siblings import TOKEN_BYTES, num_common

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from chatserve.cache.block_tree import Node
+    from chatserve.cache.node import Node
 
 TOKEN_BYTES: Final = 4
 TAG_BYTES: Final = 4

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chatserve.cache.block_pool import BlockPool
-from chatserve.cache.block_tree import BlockTree, Node
+from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.host_pool import HostPool
+from chatserve.cache.node import Node
 from chatserve.sched.plan import BlockCopy, SwapIn, SwapOut, Transfers
 from chatserve.types import BlockId, HostBlockId
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatserve.cache.block_tree import Node
 from chatserve.cache.evictor import PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
+from chatserve.cache.node import Node
 
 
 def leaf(standing: int, last_used: int) -> Node:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from chatserve.cache.block_tree import PUBLIC_TAG, BlockTree, Node
+from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.host_pool import HostPool
+from chatserve.cache.node import Node
+from chatserve.cache.scopes import PUBLIC_TAG
 from chatserve.cache.siblings import pack
 from chatserve.types import BlockId
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatserve.cache import search
 from chatserve.types import UserId
 from tests.cache.token_storage import Cache
 
@@ -306,7 +307,7 @@ def test_evicting_again_what_came_back_unchanged_moves_nothing() -> None:
 def test_extending_a_tail_that_came_back_makes_its_host_copy_stale() -> None:
     cache = swapped_out()
     cache.chat([*PROMPT, 50])
-    tail = cache.kv._tree.find(b"".join(i.to_bytes(4, "big") for i in [*PROMPT, 50]), "ann").fork  # type: ignore[arg-type]
+    tail = search.find(cache.kv._tree, b"".join(i.to_bytes(4, "big") for i in [*PROMPT, 50]), "ann").fork  # type: ignore[arg-type]
     assert tail is not None
     assert tail.num_tokens == 3
     assert tail.host_block_id is None

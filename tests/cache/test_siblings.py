@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatserve.cache.block_tree import Node
+from chatserve.cache.node import Node
 from chatserve.cache.siblings import Siblings, num_common, pack, unpack
 
 SHORT = st.lists(st.integers(0, 3), min_size=1, max_size=5)
