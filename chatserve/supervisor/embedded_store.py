@@ -15,8 +15,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import re
-import shlex
 import shutil
 import signal
 import stat
@@ -32,6 +30,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from chatserve.errors import StartupError
+from chatserve.supervisor.store_advice import advise_os_error, explain_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +118,7 @@ class EmbeddedStore:
             self.log_path.touch(mode=0o600)
             log = self.log_path.open("ab")
         except OSError as error:
-            raise StartupError(f"cannot keep sessions in {self.directory}: {_advise_os_error(error)}") from error
+            raise StartupError(f"cannot keep sessions in {self.directory}: {advise_os_error(error)}") from error
         with log:
             log_start = log.tell()
             self._process = subprocess.Popen(  # noqa: S603  our own words, a packaged binary and our own paths
@@ -274,36 +273,6 @@ def short_socket_path(wanted: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(errno.EACCES, "not a private directory of this user", str(directory))
     return directory / "store.sock"
-
-
-def explain_log(said: str, directory: Path, binary: Path) -> str:
-    """What a server said before it gave up, as one line with advice."""
-    if "No space left on device" in said:
-        return f"the store cannot start: the disk that holds {directory} is full; free some space"
-    if "Permission denied" in said or "Read-only file system" in said:
-        return f"the store cannot start: {directory} or a file in it cannot be written; check its owner and mode"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it said nothing"
-    damaged = re.search(r"append only file (\S+?):", said)
-    if damaged is not None:
-        tool, file = binary.name.replace("server", "check-aof"), directory / "appendonlydir" / damaged[1]
-        repair = f"bash -c {shlex.quote(shlex.join(['exec', '-a', tool, str(binary), '--fix', str(file)]))}"
-        return (
-            f"the store cannot start: its append-only file is damaged; copy {directory}, then cut the file off where "
-            f"the damage begins with: {repair} (it said: {last})"
-        )
-    return f"the store cannot start; the end of {directory / 'store.log'} says: {last}"
-
-
-def _advise_os_error(error: OSError) -> str:
-    what = os.strerror(error.errno) if error.errno else str(error)
-    match error.errno:
-        case errno.ENOSPC | errno.EDQUOT:
-            return f"{what}; free some space"
-        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.EEXIST:
-            return f"{what} ({error.filename}); choose a --data-dir that you can write"
-        case _:
-            return what
 
 
 def _command_line(pid: int) -> str:
