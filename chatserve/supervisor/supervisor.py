@@ -225,7 +225,7 @@ class Supervisor:
         return self._store.url
 
     async def _announce(self, settings: ServeSettings, port: int) -> None:
-        """Print the address once the page works, and from then on say when it stops working and works again."""
+        """Print the address once the page works."""
         host = network.reachable_host(settings.host)
         started = time.monotonic()
         reminded = False
