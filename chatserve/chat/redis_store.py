@@ -6,16 +6,14 @@ Owns the meaning of the scripts in lua/; knows nothing of connections (`redis_li
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import itertools
 import logging
-import math
 import re
+import time
 import uuid
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from redis.exceptions import ResponseError
 
 from chatserve.chat.events import AnyEvent
@@ -29,24 +27,25 @@ from chatserve.chat.redis_layout import (
     read_events,
     read_state,
 )
-from chatserve.chat.redis_link import Call, RedisLink, Script, one_line
+from chatserve.chat.redis_link import Call, RedisLink, Script, one_line, raise_error
+from chatserve.chat.redis_listing import SessionListing
 from chatserve.chat.store import (
     Committed,
     Delta,
     SessionPage,
     SessionState,
-    SessionSummary,
     Transaction,
 )
-from chatserve.errors import BadParamsError, ConflictError, NotFoundError, StartupError, StoreUnavailableError
+from chatserve.errors import ConflictError, NotFoundError, StartupError, StoreUnavailableError
 from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
 OLDEST_SERVER: Final = (6, 2)
+OPEN_PAUSE_S: Final = 0.1
 REQUEST_TTL_S: Final = 20 * 60
 WRITES_TTL_S: Final = 24 * 3600
 """A write whose reply was lost may be sent again when the store is back, after hours."""
@@ -55,16 +54,11 @@ TOMBSTONE_TTL_S: Final = 24 * 3600
 EVENTS_TTL_S: Final = 24 * 3600
 """A session that rests gives its events' memory back; whoever then resumes gets a snapshot."""
 
-SEARCH_SESSIONS: Final = 16
-"""Sessions that a search reads at a time …"""
-SEARCH_BYTES: Final = 256 * 1024
-"""… and bytes of text of each."""
 
-_cursor_decoder: Final = msgspec.json.Decoder(tuple[float, SessionId])
-
-
-async def open_store(url: str, *, event_history: int) -> RedisStore:
+async def open_store(url: str, *, event_history: int, patience_s: float = 0.0) -> RedisStore:
     """Connect to `redis://`, `rediss://` or `unix://` and check that what is there is ours.
+
+    A server that does not answer is asked again for `patience_s`.
 
     Raises:
         StartupError: no answer, a server that is too old, or data of a newer schema.
@@ -73,15 +67,21 @@ async def open_store(url: str, *, event_history: int) -> RedisStore:
         link = RedisLink(url)
     except ValueError as error:
         raise StartupError(f"the store's URL is not usable: {one_line(error)}") from error
-    try:
-        await _check_server(link)
-    except StoreUnavailableError as error:
-        await link.close()
-        raise StartupError(f"no store at {link.name}: {error.detail}; start it, or correct --redis-url") from error
-    except StartupError:
-        await link.close()
-        raise
-    return RedisStore(link, event_history=event_history)
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        try:
+            await _check_server(link)
+            return RedisStore(link, event_history=event_history)
+        except StoreUnavailableError as error:
+            if time.monotonic() >= give_up_at:
+                await link.close()
+                raise StartupError(
+                    f"no store at {link.name}: {error.detail}; start it, or correct --redis-url"
+                ) from error
+        except StartupError:
+            await link.close()
+            raise
+        await asyncio.sleep(OPEN_PAUSE_S)
 
 
 async def _check_server(link: RedisLink) -> None:
@@ -109,8 +109,9 @@ class RedisStore:
         assert event_history > 0
         self._link = link
         self._event_history = event_history
-        self._commit, self._append, self._load, self._events, self._page, self._texts = (
-            Script.read(name) for name in ("commit", "append", "load", "events", "page", "texts")
+        self._listing = SessionListing(link)
+        self._commit, self._append, self._load, self._events = (
+            Script.read(name) for name in ("commit", "append", "load", "events")
         )
 
     async def commit(self, change: Transaction) -> Committed:
@@ -207,64 +208,7 @@ class RedisStore:
 
     async def list_sessions(self, user: UserId, limit: int, cursor: str | None, query: str | None) -> SessionPage:
         """See `Store.list_sessions`."""
-        assert limit > 0
-        wanted = (query or "").casefold()
-        kept: list[SessionSummary] = []
-        async with aclosing(self._batches(user, limit, _parse_cursor(cursor), wanted)) as batches:
-            async for batch in batches:
-                kept += batch
-                if len(kept) > limit:
-                    break
-        more, page = len(kept) > limit, kept[:limit]
-        return SessionPage(tuple(page), _make_cursor(page[-1]) if more else None)
-
-    async def _batches(
-        self, user: UserId, limit: int, place: tuple[float, SessionId], wanted: str
-    ) -> AsyncGenerator[list[SessionSummary], None]:
-        size = SEARCH_SESSIONS if wanted else limit + 1
-        while True:
-            keys = Keys(user)
-            updated_at, last = place
-            args = (keys.of("session:"), keys.of("order:"), size, repr(updated_at).encode(), last.encode())
-            rows = await self._link.script("list sessions", self._page, Call((keys.of("index"),), args))
-            batch = [
-                SessionSummary(SessionId(row[0].decode()), (row[2] or b"").decode(), float(row[1]), row[3])
-                for row in rows
-            ]
-            if wanted:
-                matching = await self._matching(user, batch, wanted)
-                yield [summary for summary in batch if summary.session in matching]
-            else:
-                yield batch
-            if len(batch) < size:
-                return
-            place = batch[-1].updated_at, batch[-1].session
-
-    async def _matching(self, user: UserId, batch: Sequence[SessionSummary], wanted: str) -> set[SessionId]:
-        """The sessions of a batch in whose title or texts `wanted` (casefolded) stands."""
-        keys = Keys(user)
-        matching = {summary.session for summary in batch if wanted in summary.title.casefold()}
-        places = {summary.session: 0 for summary in batch if summary.session not in matching}
-        while places:
-            calls = [
-                Call(
-                    keys.session(session, "order", "texts", "generating"),
-                    (keys.live(session)[0], place, SEARCH_BYTES),
-                )
-                for session, place in places.items()
-            ]
-            replies = await self._link.scripts("search", self._texts, calls)
-            for session, reply in zip(tuple(places), replies, strict=True):
-                _raise_error(reply)
-                place, *texts = reply
-                if any(wanted in text.decode().casefold() for text in texts):
-                    matching.add(session)
-                    del places[session]
-                elif place < 0:
-                    del places[session]
-                else:
-                    places[session] = place
-        return matching
+        return await self._listing.page(user, limit, cursor, query)
 
     async def unfinished(self) -> list[tuple[UserId, SessionId]]:
         """See `Store.unfinished`."""
@@ -279,7 +223,7 @@ class RedisStore:
                 "list unfinished sessions", [("SMEMBERS", Keys(user).of("unfinished")) for user in users]
             )
             for user, reply in zip(users, replies, strict=True):
-                _raise_error(reply)
+                raise_error(reply)
                 found += [(user, SessionId(session.decode())) for session in reply]
             cursor = int(next_cursor)
             if cursor == 0:
@@ -305,23 +249,5 @@ def _append_result(delta: Delta, reply: object) -> int | None:
             logger.error("message %s: a delta was lost or sent again with other content: %s", delta.message, reply)
             return None
         case _:
-            _raise_error(reply)
+            raise_error(reply)
             raise AssertionError(f"not an event number: {reply!r}")
-
-
-def _raise_error(reply: object) -> None:
-    if isinstance(reply, Exception):
-        raise StoreUnavailableError(f"the store refused: {one_line(reply)}") from reply
-
-
-def _make_cursor(last: SessionSummary) -> str:
-    return base64.urlsafe_b64encode(msgspec.json.encode((last.updated_at, last.session))).decode()
-
-
-def _parse_cursor(cursor: str | None) -> tuple[float, SessionId]:
-    if cursor is None:
-        return math.inf, SessionId("")
-    try:
-        return _cursor_decoder.decode(base64.urlsafe_b64decode(cursor.encode()))
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise BadParamsError.of("cursor", cursor, "a cursor that session.list returned") from error

@@ -39,6 +39,8 @@ from chatserve.server.page import find_web_dir, page_routes
 from chatserve.types import SessionId, UserId
 
 ENGINE_CONNECT_TIMEOUT_S: Final = 0.5
+STORE_PATIENCE_S: Final = 10.0
+"""Whatever ended us may have ended the store too, which is then being started again."""
 LAST_REQUESTS_S: Final = 5.0
 """How long requests that were taken may go on when the server closes."""
 
@@ -98,7 +100,7 @@ async def _open_context(settings: WebSettings) -> AsyncIterator[Context]:
     authenticator = Authenticator(serve.tokens_file)
     encoder = PromptEncoder(settings.model_dir, operator_prompts=read_operator_prompts(serve.system_prompts_dir))
     async with contextlib.AsyncExitStack() as stack:
-        store = await open_store(settings.redis_url, event_history=serve.event_history)
+        store = await open_store(settings.redis_url, event_history=serve.event_history, patience_s=STORE_PATIENCE_S)
         stack.push_async_callback(store.close)
         engine = EngineClient(settings.engine_socket)
         stack.push_async_callback(engine.close)

@@ -379,3 +379,14 @@ async def test_no_server_is_a_start_up_error_in_one_line(tmp_path: Path, unused_
         with pytest.raises(StartupError, match="no store at") as failed:
             await open_store(url, event_history=10)
         assert "\n" not in str(failed.value)
+
+
+async def test_a_server_that_is_being_started_is_waited_for(own_server: EmbeddedStore) -> None:
+    own_server.stop()
+    opening = asyncio.create_task(open_store(own_server.url, event_history=10, patience_s=20))
+    done, _ = await asyncio.wait({opening}, timeout=0.6)  # past the connection's own retries
+    assert not done
+    await asyncio.to_thread(own_server.start)
+    store = await opening
+    await store.ping()
+    await store.close()
