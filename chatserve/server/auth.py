@@ -63,11 +63,18 @@ def add_token(path: Path, user: str) -> str:
 
 
 def read_tokens(path: Path) -> dict[str, UserId]:
-    """Token hashes and their users.
+    """Token hashes and their users; to start with there is at least one.
 
     Raises:
-        StartupError: the file cannot be read or a line is malformed; names the file and the line.
+        StartupError: the file cannot be read, a line is malformed, or there is none; names the file and the line.
     """
+    users = _read(path)
+    if not users:
+        raise StartupError(f"{path}: the tokens file names no user; `chatserve token USER` adds one")
+    return users
+
+
+def _read(path: Path) -> dict[str, UserId]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -86,8 +93,6 @@ def read_tokens(path: Path) -> dict[str, UserId]:
         if users.get(digest, user) != user:
             raise StartupError(f"{path}, line {number}: this token belongs to {users[digest]!r} already")
         users[digest] = UserId(user)
-    if not users:
-        raise StartupError(f"{path}: the tokens file names no user; `chatserve token USER` adds one")
     return users
 
 
@@ -132,7 +137,7 @@ class Authenticator:
             return
         self._stamp = stamp
         try:
-            self._users = read_tokens(path)
+            self._users = _read(path)  # none, where the last token was taken back
         except StartupError as error:
             _log.error("%s; the tokens read before stay in force", error)
 

@@ -53,6 +53,16 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
     assert authenticator.user(token) == "carol"
 
 
+def test_the_last_token_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    ada = add_token(path, "ada")
+    authenticator = Authenticator(path)
+    assert authenticator.user(ada) == "ada"
+    path.write_text("# nobody\n")
+    assert authenticator.user(ada) is None
+    assert authenticator.required
+
+
 @pytest.mark.parametrize(
     "line", ["ada", "ada:", "ada:123", ":" + "0" * 64, "a b:" + "0" * 64, "ada:" + "g" * 64, "ada " + "0" * 64]
 )
