@@ -8,8 +8,9 @@ have been computed: seal, share), and `finish` or `preempt`, after which its pat
 needed.
 A step's: `take_transfers`, then the runner makes them and computes, then `transfers_done`.
 
-Its parts: `block_pool` and `host_pool` know who owns a block, `block_tree` what it holds, `search` finds it,
-`publisher` puts it there; `pager` makes room, `evictor` says what goes first, `transfers` which copies are planned or running.
+Its parts: `block_pool` and `host_pool` know who owns a block, `block_tree` what it holds, `search` finds it and
+`publisher` puts it there; `pager` makes room, `evictor` says what goes first, and `transfers` knows which copies are
+planned or running.
 """
 
 from __future__ import annotations

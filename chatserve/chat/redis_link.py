@@ -177,6 +177,16 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, (*_TRANSIENT, OSError, EOFError)) and not isinstance(error, _HOPELESS)
 
 
+def raise_error(reply: object) -> None:
+    """One reply of many may be an error that the server gave instead of an answer.
+
+    Raises:
+        StoreUnavailableError: it is.
+    """
+    if isinstance(reply, Exception):
+        raise StoreUnavailableError(f"the store refused: {one_line(reply)}") from reply
+
+
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
