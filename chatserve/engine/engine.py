@@ -11,8 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final, assert_never
 
-import msgspec
-
+from chatserve.engine.faults import fault_of
 from chatserve.engine.messages import (
     AnyCommand,
     CacheReport,
@@ -31,10 +30,10 @@ from chatserve.engine.messages import (
     Submit,
     TokenDelta,
 )
+from chatserve.engine.pace import FIRST_GUESS_S, Pace
 from chatserve.engine.paths import PathTable, UnknownPathError
-from chatserve.errors import BadParamsError, ContextOverflowError, OverloadedError
+from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.plan import StepFailedError, StepPlan, StepResult, Transfers
-from chatserve.types import validate_params
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,8 +48,6 @@ _log: Final = logging.getLogger(__name__)
 
 _MOST_FAILURES: Final = 3
 """After so many failed steps in a row it is the process that is broken, not the requests."""
-_FIRST_GUESS_S: Final = 1.0
-"""Time between two ends of requests, before any was seen."""
 
 
 class Engine:
@@ -81,8 +78,7 @@ class Engine:
         """Blocks may be on the move without any request."""
         self._num_failures = 0
         """Steps that failed one after the other, for reasons unknown."""
-        self._last_end_s: float | None = None
-        self._mean_gap_s = _FIRST_GUESS_S
+        self._pace = Pace()
         self._counters = dict.fromkeys(
             (
                 "prompt_tokens_cached",
@@ -147,23 +143,26 @@ class Engine:
 
     def _submit(self, submit: Submit) -> None:
         if self._draining:
-            self._reject(submit, "overloaded", "the engine is about to stop", retry_after_s=_FIRST_GUESS_S)
-            return
-        token_ids: list[int] = []
-        if submit.base is not None:
-            if submit.base.epoch != self.info.epoch:
-                self._reject(submit, "need_tokens", "the base is of another engine process")
-                return
-            try:
-                token_ids = self._paths.read(submit.user, submit.base.handle, submit.base.num_tokens)
-            except UnknownPathError:
-                self._reject(submit, "need_tokens", f"the engine does not know path {submit.base.handle}")
-                return
-        token_ids += submit.token_ids
-        fault = self._fault_of(submit, len(token_ids))
-        if fault is not None:
+            self._reject(submit, "overloaded", "the engine is about to stop", retry_after_s=FIRST_GUESS_S)
+        elif self.is_taken(submit.request_id):
+            self._reject(submit, "bad_params", f"request {submit.request_id} is running already")
+        elif (token_ids := self._whole_sequence(submit)) is None:
+            self._reject(submit, "need_tokens", "the engine does not hold the path that was named as base")
+        elif (fault := fault_of(submit, len(token_ids), self.info.vocab_size)) is not None:
             self._reject(submit, "bad_params", fault)
-            return
+        else:
+            self._enqueue(submit, token_ids)
+
+    def _whole_sequence(self, submit: Submit) -> list[int] | None:
+        """The base's ids and the new ones; None if the base is not known."""
+        if submit.base is None:
+            return list(submit.token_ids)
+        token_ids = self._read(submit.base, submit)
+        if token_ids is not None:
+            token_ids += submit.token_ids
+        return token_ids
+
+    def _enqueue(self, submit: Submit, token_ids: list[int]) -> None:
         try:
             self._scheduler.submit(
                 request_id=submit.request_id,
@@ -179,41 +178,16 @@ class Engine:
                 Rejected(request_id=submit.request_id, code=error.code, detail=error.detail, **error.fields)
             )
         except OverloadedError as error:
-            self._reject(submit, error.code, error.detail, retry_after_s=self._retry_after_s())
+            retry_after_s = self._pace.retry_after_s(self._scheduler.num_waiting)
+            self._reject(submit, error.code, error.detail, retry_after_s=retry_after_s)
         else:
             if submit.base is not None:
                 self._bases[submit.request_id] = submit.base
-
-    def _fault_of(self, submit: Submit, num_tokens: int) -> str | None:
-        """What is wrong with a submit, if anything: a client's mistake must not reach the model."""
-        ids, vocab_size = submit.token_ids, self.info.vocab_size
-        fault = None
-        if self.is_taken(submit.request_id):
-            fault = f"request {submit.request_id} is running already"
-        elif ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-            fault = f"token id {bad} is outside the vocabulary of {vocab_size}"
-        elif not 0 < submit.num_prompt_tokens <= num_tokens:
-            fault = f"num_prompt_tokens must be from 1 to {num_tokens}, not {submit.num_prompt_tokens}"
-        elif not 0 <= submit.num_shared_tokens <= num_tokens:
-            fault = f"num_shared_tokens must be from 0 to {num_tokens}, not {submit.num_shared_tokens}"
-        elif submit.sampling.seed is None:
-            fault = "sampling.seed must be set"
-        else:
-            try:
-                validate_params(msgspec.structs.asdict(submit.sampling))
-            except BadParamsError as error:
-                fault = error.detail
-        return fault
 
     def _reject(self, submit: Submit, code: str, detail: str, retry_after_s: float | None = None) -> None:
         self._rejected.append(
             Rejected(request_id=submit.request_id, code=code, detail=detail, retry_after_s=retry_after_s)
         )
-
-    def _retry_after_s(self) -> float:
-        """About the time in which a tenth of the queue is served, at the pace of late."""
-        return min(60.0, max(1.0, self._mean_gap_s * self._scheduler.num_waiting / 10))
 
     def _hint(self, hint: Hint) -> None:
         token_ids = self._read(hint.path, hint)
@@ -230,8 +204,8 @@ class Engine:
                 self._paths.forget(path.handle)
                 self._stirred = True
 
-    def _read(self, path: PathRef, command: Hint | Release) -> list[int] | None:
-        """The path's ids, if it is known: a hint or a release of what is forgotten does nothing."""
+    def _read(self, path: PathRef, command: Submit | Hint | Release) -> list[int] | None:
+        """The path's ids, if this engine still holds it for this user."""
         if path.epoch != self.info.epoch:
             return None
         try:
@@ -314,10 +288,7 @@ class Engine:
             base=None if base is None else base.handle,
             num_inherited=0 if base is None else base.num_tokens,
         )
-        now_s = self._clock()
-        if self._last_end_s is not None:
-            self._mean_gap_s += (now_s - self._last_end_s - self._mean_gap_s) / 16
-        self._last_end_s = now_s
+        self._pace.note_end(self._clock())
         return Finished(
             request_id=ended.request_id,
             reason=ended.reason.value,
