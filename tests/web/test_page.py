@@ -502,6 +502,15 @@ async def test_a_phone_needs_no_sideways_scrolling(browser: Browser, server: Ser
     await expect(tab.page.get_by_role("button", name="Show the list of chats")).to_be_focused()
     await tab.page.get_by_role("button", name="Chat settings").click()
     assert not await tab.page.evaluate(wide)
+    await tab.page.locator("#settings").get_by_role("button", name="Close the settings").click()
+    await tab.act("assistant", "regenerate")
+    await expect(tab.page.locator(".branch-position:visible")).to_have_text("2/2")
+    await tab.finished()
+    await tab.page.get_by_role("button", name="All branches").click()
+    await expect(tab.page.locator(".tree-row")).to_have_count(3)
+    ends = "new Set([...document.querySelectorAll('.tree-row')].map((row) => row.getBoundingClientRect().right)).size"
+    assert await tab.page.evaluate(ends) == 1, "however deep, a row ends where the others do"
+    await tab.page.keyboard.press("Escape")
     tab.check()
     await context.close()
 
