@@ -106,6 +106,12 @@ def cli() -> None:
     default=_DEFAULTS.model_impl,
     help="Our own model code, or transformers' through our attention.",
 )
+@option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default=_DEFAULTS.dtype,
+    help="Precision of weights and KV; auto takes float32 on a CPU and 16 bits on a GPU.",
+)
 @option("--threads", type=click.IntRange(0), default=_DEFAULTS.threads, help="CPU threads; 0 takes one a core.")
 @_redis_url
 @_tokens_file

@@ -45,6 +45,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Cap on the context; 0: the model's own."""
     model_impl: str = "auto"
     """llama: our own definition; hf: transformers' model through our attention; auto: the first that fits."""
+    dtype: str = "auto"
+    """Of weights and KV: float32, bfloat16 or float16; auto: float32 on a CPU, 16 bits on a GPU."""
     threads: int = 0
     """Compute threads on a CPU; 0: one a physical core."""
     socket_path: Path = Path("engine.sock")
@@ -81,6 +83,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 1024
     context_tokens: int = 0
     model_impl: str = "auto"
+    dtype: str = "auto"
     threads: int = 0
 
     @property

@@ -61,6 +61,7 @@ class World:
             model_dir=self.directory,
             model_name="tiny",
             device="auto",
+            dtype="float32",
             kv_cache_memory=settings.pop("kv_cache_memory", "512blocks"),
             host_cache_memory=settings.pop("host_cache_memory", "0blocks"),
             **settings,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from chatserve.model.shapes import CausalModel
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHOWN_NAMES = 4
 
 
@@ -131,16 +132,27 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """float32 on a CPU, where it is both exact and fastest; on CUDA the checkpoint's 16 bits, else bfloat16."""
+def choose_dtype(setting: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """What was asked for; for `auto` float32 on a CPU, where it is both exact and fastest, and on CUDA the checkpoint's
+    16 bits, else bfloat16.
+
+    Raises:
+        StartupError: not one of `DTYPES`.
+    """
+    if setting in DTYPES:
+        return DTYPES[setting]
+    if setting != "auto":
+        raise StartupError(f"dtype must be auto, {', '.join(DTYPES)}, not {setting!r}")
     if device.type == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None)
     return stored if stored in {torch.float16, torch.bfloat16} else torch.bfloat16
 
 
-def load_model(directory: Path, device: torch.device, impl: str) -> tuple[CausalModel, torch.dtype]:
-    """The model of a directory, in the precision that the device wants.
+def load_model(
+    directory: Path, device: torch.device, impl: str, dtype_setting: str = "auto"
+) -> tuple[CausalModel, torch.dtype]:
+    """The model of a directory, and the precision that it and its KV are held in.
 
     `impl` is `llama` (our own definition), `hf` (transformers' model through our attention) or `auto`: the first that
     can run it.
@@ -152,7 +164,7 @@ def load_model(directory: Path, device: torch.device, impl: str) -> tuple[Causal
         raise StartupError(f"model-impl must be auto, llama or hf, not {impl!r}")
     model_dir.check_directory(directory)
     config = read_config(directory)
-    dtype = choose_dtype(config, device)
+    dtype = choose_dtype(dtype_setting, config, device)
     from chatserve.model import llama  # noqa: PLC0415 - needs transformers, seconds to import
 
     if impl == "llama" or (impl == "auto" and llama.why_not(config) is None):

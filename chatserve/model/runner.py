@@ -161,7 +161,7 @@ def build_runner(settings: EngineSettings) -> ModelRunner:
     torch.backends.cudnn.allow_tf32 = False
     if settings.block_size < 1:
         raise StartupError(f"block-size must be at least 1 token, not {settings.block_size}")
-    model, dtype = load_model(settings.model_dir, device, settings.model_impl)
+    model, dtype = load_model(settings.model_dir, device, settings.model_impl, settings.dtype)
     shape = KVShape(
         num_layers=model.info.num_layers,
         num_kv_heads=model.info.num_kv_heads,

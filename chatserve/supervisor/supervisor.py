@@ -215,6 +215,7 @@ class Supervisor:
             max_queued=settings.max_queued,
             context_tokens=settings.context_tokens,
             model_impl=settings.model_impl,
+            dtype=settings.dtype,
             threads=settings.threads,
             socket_path=socket_path,
         )

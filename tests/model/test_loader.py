@@ -133,3 +133,10 @@ def test_sizes_are_read_in_bytes_or_blocks(given: str, blocks: int) -> None:
 def test_sizes_that_are_none_are_refused(given: str) -> None:
     with pytest.raises(StartupError, match="must be auto, bytes with an optional suffix"):
         parse_size("kv-cache-memory", given, 1 << 20)
+
+
+def test_weights_take_the_precision_that_was_asked_for(whole: Path) -> None:
+    assert load_model(whole, CPU, "auto")[1] is torch.float32
+    assert load_model(whole, CPU, "hf", "bfloat16")[1] is torch.bfloat16
+    with pytest.raises(StartupError, match="dtype must be auto, float32, bfloat16, float16, not 'fp4'"):
+        load_model(whole, CPU, "auto", "fp4")
