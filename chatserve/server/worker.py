@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from chatserve.config import WebSettings, decode_settings
 from chatserve.errors import StartupError
 from chatserve.server.app import build_app
+from chatserve.server.http_transport import PatientHttpTransport
 from chatserve.server.sockets import ChatSocketTransport
 
 _log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def make_server(app: Any, max_frame_bytes: int) -> WebServer:
     """A server for an application whose lifespan the caller runs."""
     config = uvicorn.Config(
         app,
+        http=PatientHttpTransport,
         ws=ChatSocketTransport,
         ws_max_size=max_frame_bytes,
         # The heartbeat is `chat.v1`'s own. Compression would cost memory a socket and time a token.

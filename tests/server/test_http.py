@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -267,6 +268,26 @@ async def test_a_bug_is_an_error_like_any_other_and_says_nothing_of_itself(
         assert "secret" not in answer.text
         assert SECURITY_HEADERS.items() <= dict(answer.headers).items()
     assert caplog.text.count("ZeroDivisionError: a secret") == 2
+
+
+async def test_a_request_that_does_not_come_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatserve.server.http_transport.HEAD_TIMEOUT_S", 0.2)
+    async with asyncio.timeout(20), ChatClient(server.ws_url) as client:
+        # Older than any of those below, and cut off by none of what cuts them off.
+        late, body = await asyncio.open_connection("127.0.0.1", server.port)
+        body.write(b"POST /api/sessions/import HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\n\r\n")
+        whole = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        for sent in (b"", b"GET /healthz HTTP/1.1\r\nHo", whole + b"GET /hea"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                while said := await reader.read(1 << 16):
+                    assert said.startswith(b"HTTP/1.1 200")
+            writer.close()
+        body.write(b"{")
+        assert b"400" in await late.readline()
+        body.close()
+        assert (await client.request("session.list"))["sessions"] == []
 
 
 async def test_an_import_that_hangs_up_in_the_middle_creates_nothing(server: Server) -> None:
