@@ -60,6 +60,8 @@ class Generation:
         """Why it was asked to stop, by a person, a stop string or ourselves; None: the engine decides."""
         self.end: RunEnd | None = None
         self.is_finishing = False
+        self.is_told = False
+        """Its end is published, though its writer does not know that it is stored."""
         self.ended = asyncio.Event()
         """Set once `generation.end` is published, or its message is gone."""
         self.notices: list[AnyEvent] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     Publish = Callable[[UserId, SessionId, Sequence[AnyEvent]], None]
 
 MAX_IDLE_SESSIONS: Final = 512
-_GENERATION_EVENTS: Final = (GenerationQueued, GenerationStarted, GenerationDelta, GenerationEnd)
+_TOLD_BY_WRITER: Final = (GenerationQueued, GenerationStarted, GenerationDelta)
+"""Events that are written without a session's lock, again and again until their number is known."""
 
 
 class LiveSession:
@@ -69,7 +71,9 @@ class LiveSession:
     def state(self) -> SessionState:
         """The session as of `seq`, with the text generated so far."""
         messages = tuple(
-            generation.as_stored(record) if (generation := self.generations.get(record.message)) else record
+            generation.as_stored(record)
+            if (generation := self.generations.get(record.message)) and not generation.is_told
+            else record
             for record in self.tree
         )
         return SessionState(record=self.record, seq=self.seq, messages=messages)
@@ -95,18 +99,23 @@ class LiveSession:
     def reload(self, state: SessionState, missed: Sequence[AnyEvent] | None) -> None:
         """Take over the store's view after an uncertain write, and publish the events it turns out to have made.
 
-        Events of generations are left to their writers, who try until they know; what comes after these waits for them.
-        `missed` is None where the store has trimmed them: whoever missed them gets a snapshot when it reconnects.
+        Text is left to its writer, who tries until it knows; what comes after it waits for it. The end of a generation
+        is not: its writer needs the lock, which whoever waits for a later event would hold. `missed` is None where the
+        store has trimmed them: whoever missed them gets a snapshot when it reconnects.
         """
         if missed is None:
             self.seq = max(self.seq, state.seq)
         for event in missed or ():
-            if event.seq > self.seq and not isinstance(event, _GENERATION_EVENTS):
-                self._early.setdefault(event.seq, ([event], lambda: None))
+            if event.seq > self.seq and not isinstance(event, _TOLD_BY_WRITER):
+                self._early.setdefault(event.seq, ([event], partial(self._note_told, event)))
         self.record = state.record
         self.tree = _tree(state)
         self._catch_up()
         self.is_uncertain = False
+
+    def _note_told(self, event: AnyEvent) -> None:
+        if isinstance(event, GenerationEnd) and (generation := self.generations.get(event.message)) is not None:
+            generation.is_told = True
 
     def forget_paths(self, messages: Iterable[MessageId]) -> tuple[PathRef, ...]:
         """Take out what the engine holds of messages that are gone, and whatever else has the same handle."""

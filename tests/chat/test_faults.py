@@ -307,21 +307,47 @@ async def test_text_goes_on_while_the_reply_of_an_earlier_write_is_on_its_way(en
         await harness.check()
 
 
+class LosesAnEnd(MemoryStore):
+    """Stores the end of `victim`, says so only by failing, and that not before `lost`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.victim = ""
+        self.lost = asyncio.Event()
+
+    async def commit(self, change: Transaction) -> Committed:
+        committed = await super().commit(change)
+        if self.victim and change.write_id == f"end:{self.victim}:0":
+            self.victim = ""
+            await self.lost.wait()
+            raise StoreUnavailableError("no answer")
+        return committed
+
+
+async def test_a_request_that_waits_behind_an_end_of_uncertain_fate_is_done(encoders: Encoders) -> None:
+    """It comes to hold the session's lock while that end, which it follows, is still to be told."""
+    store = LosesAnEnd()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        _, reply = await harness.say(session, "on", max_tokens=20)
+        store.victim = reply
+        await harness.until(lambda: not store.victim)
+        renaming = asyncio.ensure_future(harness.call("update_session", session=session, title="new"))
+        live = harness.service._core.sessions.peek(ANN, session)
+        await harness.until(lambda: live.lock._waiters)
+        store.lost.set()
+        async with asyncio.timeout(5):
+            await renaming
+        await harness.ended(session, reply)
+        state = await harness.service.snapshot(ANN, session)
+        assert [m.status for m in state.messages] == ["done", "done"]
+        await harness.until(lambda: harness.health[-1] == ("store", True))
+        await harness.turn(session, "goes on", reply, max_tokens=2)
+        await harness.idle()
+        await harness.check()
+
+
 async def test_an_end_waits_for_its_text_though_another_end_is_of_uncertain_fate(encoders: Encoders) -> None:
-    class LosesAnEnd(MemoryStore):
-        """Stores the end of `victim`, says so only by failing, and that not before `lost`."""
-
-        victim = ""
-        lost = asyncio.Event()
-
-        async def commit(self, change: Transaction) -> Committed:
-            committed = await super().commit(change)
-            if self.victim and change.write_id == f"end:{self.victim}:0":
-                self.victim = ""
-                await self.lost.wait()
-                raise StoreUnavailableError("no answer")
-            return committed
-
     store = LosesAnEnd()
     async with Harness(encoders["chatml"], store=store) as harness:
         session = await harness.create()
