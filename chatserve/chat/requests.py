@@ -2,7 +2,8 @@
 
 Owns the requests in flight of this process: a second one with the same (user, id) waits for the first and gets its
 answer. What was done before is remembered by the store. A request runs in a task of its own, so that a client that
-hangs up in the middle leaves nothing half done.
+hangs up in the middle leaves nothing half done; a user's requests begin in the order in which they came, however long
+the store takes to say of each whether it is new.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Requests:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._in_flight: dict[tuple[UserId, str], tuple[Request, asyncio.Task[None]]] = {}
+        self._last_begun: dict[UserId, asyncio.Event] = {}
+        """Of each user's latest request: set when it begins."""
 
     async def once(
         self,
@@ -81,7 +84,10 @@ class Requests:
                 raise _used_before(request_id)
         else:
             request = Request(user, request_id, digest)
-            task = asyncio.create_task(self._do(request, work), name=f"request {request_id}")
+            before, self._last_begun[user] = self._last_begun.get(user), asyncio.Event()
+            task = asyncio.create_task(
+                self._do(request, work, before, self._last_begun[user]), name=f"request {request_id}"
+            )
             self._in_flight[key] = request, task
             task.add_done_callback(lambda done: self._forget(key, done))
         request.listen(answer)
@@ -96,12 +102,26 @@ class Requests:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _do(self, request: Request, work: Callable[[Request], Awaitable[None]]) -> None:
-        before = await self._store.answer(request.user, request.request_id)
-        if before is None:
+    async def _do(
+        self,
+        request: Request,
+        work: Callable[[Request], Awaitable[None]],
+        before: asyncio.Event | None,
+        begun: asyncio.Event,
+    ) -> None:
+        try:
+            done = await self._store.answer(request.user, request.request_id)
+            if before is not None:
+                await before.wait()
+        finally:
+            begun.set()
+            if self._last_begun.get(request.user) is begun:
+                del self._last_begun[request.user]
+        # Nothing is awaited from here to the session's lock, which is first come, first served.
+        if done is None:
             await work(request)
             return
-        digest, answer = before
+        digest, answer = done
         if digest != request.digest:
             raise _used_before(request.request_id)
         request.answer(msgspec.json.decode(answer))

@@ -9,7 +9,9 @@ import pytest
 
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import ConflictError, NotFoundError
+from chatserve.types import UserId
 from tests.chat.harness import ANN, BOB, Harness, refused
+from tests.fakes.memory_store import MemoryStore
 
 Encoders = dict[str, PromptEncoder]
 
@@ -122,3 +124,34 @@ async def test_an_answer_outlives_the_process(encoders: Encoders) -> None:
     async with Harness(encoders["chatml"], store=before.store) as after:
         assert await after.call("send_message", id_="same", **fields) == ack
         assert len((await after.service.snapshot(ANN, session)).messages) == 2
+
+
+class AnsweringBackwards(MemoryStore):
+    """Of so many requests it says last of the first one whether it is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_together = 0
+        self._waiting: list[asyncio.Event] = []
+
+    async def answer(self, user: UserId, request_id: str) -> tuple[str, bytes] | None:
+        if self.num_together:
+            mine = asyncio.Event()
+            self._waiting.append(mine)
+            if len(self._waiting) == self.num_together:
+                for waiting in reversed(self._waiting):
+                    waiting.set()
+            await mine.wait()
+        return await super().answer(user, request_id)
+
+
+async def test_requests_begin_in_the_order_in_which_they_came(encoders: Encoders) -> None:
+    store = AnsweringBackwards()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create()
+        titles = [str(n) for n in range(5)]
+        store.num_together = len(titles)
+        answers = await asyncio.gather(*(harness.call("update_session", session=session, title=t) for t in titles))
+        versions = [answer["version"] for answer in answers]
+        assert versions == sorted(versions)
+        assert harness.mirrors[session].title == titles[-1]
