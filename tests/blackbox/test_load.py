@@ -1,0 +1,74 @@
+"""Many connections, and those who do not read: nothing piles up, nobody else is held up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import psutil
+
+from tests.blackbox.client import ChatClient
+from tests.blackbox.server import Server
+
+Connect = Callable[..., ChatClient]
+
+MIB = 1024 * 1024
+
+
+async def sockets_become(server: Server, wanted: int) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            if await asyncio.to_thread(server.metric, "chatserve_sockets") == wanted:
+                return
+
+
+async def test_five_hundred_connects_and_drops_leave_nothing_behind(server: Server, connect: Connect) -> None:
+    web = psutil.Process(server.children()["web"])
+
+    async def come_and_go(number: int) -> None:
+        """Some say hello, some wait for the answer, some close and some are cut."""
+        client = connect()
+        await client.open()
+        if number % 3:
+            await client.send({"type": "hello", "protocol": "chat.v1"})
+        if number % 3 == 2:
+            await client.until(lambda: bool(client.welcome))
+        if number % 2:
+            client.cut()
+        else:
+            await client.socket.close()
+        await client.closed()
+
+    async def many() -> tuple[int, int]:
+        for start in range(0, 250, 50):
+            await asyncio.gather(*map(come_and_go, range(start, start + 50)))
+        await sockets_become(server, 0)
+        return web.num_fds(), web.memory_info().rss
+
+    fds, rss = await many()
+    fds_later, rss_later = await many()
+    assert fds_later <= fds + 2
+    assert rss_later - rss < 8 * MIB
+
+
+async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(server: Server, connect: Connect) -> None:
+    web = psutil.Process(server.children()["web"])
+    deaf = connect()
+    async with connect() as client:
+        session, mirror = await client.started_session()
+        await deaf.open()
+        await deaf.hello()
+        await deaf.watch(session)
+        deaf.socket.transport.pause_reading()
+        before = web.memory_info().rss
+        closes = 'chatserve_socket_closes_total{code="4008"}'
+        async with asyncio.timeout(60):
+            while closes.encode() not in (await asyncio.to_thread(server.get, "/metrics"))[1]:
+                # What the kernel's buffers take comes on top of the server's own bound, and they are large.
+                for n in range(40):
+                    await client.request("session.update", session=session, system=f"{n} " + "z" * 60_000)
+        assert mirror.system is not None
+        await client.turn((await client.started_session())[0], "not held up", max_tokens=3)
+        assert web.memory_info().rss - before < 40 * MIB
+        await sockets_become(server, 1)
+    deaf.cut()
