@@ -1,0 +1,178 @@
+"""Decode attention, one layer: this package's kernels, and FlashInfer's where it is installed, as replayed graphs."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+
+from chatserve_kernels.bench.workloads import BLOCK, HEAD_DIM, HEADS, KV_HEADS, TOKEN_BYTES, Workload
+from chatserve_kernels.configs import default_configs
+from chatserve_kernels.device_plan import DecodeConfigs, DevicePlan, make_planner
+from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DTYPE = torch.bfloat16
+
+
+def microseconds(fn: Callable[[], object], rep: int = 100) -> float:
+    """Median time of a call inside a replayed graph of many."""
+    fn()
+    torch.cuda.synchronize()
+    return triton.testing.do_bench_cudagraph(fn, rep=rep, return_mode="median") * 1e3
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large copy: the ceiling that the tables compare with."""
+    source = torch.randn(2**30, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    # Not a graph: in one, a copy becomes a node for a copy engine, which is slower than the kernel that runs otherwise.
+    us = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") * 1e3
+    return 2 * source.numel() * 4 / us * 1e6
+
+
+class Ours:
+    """A block-major pool of `num_layers` layers, one of which is read."""
+
+    def __init__(self, pool_bytes: int, num_layers: int) -> None:
+        self.num_blocks = pool_bytes // (num_layers * BLOCK * TOKEN_BYTES)
+        shape = (self.num_blocks, num_layers, 2, KV_HEADS, BLOCK, HEAD_DIM)
+        self.pool = torch.empty(shape, device="cuda", dtype=DTYPE)
+        # Only the layer that is read: filling all of it would take longer than the measurements.
+        self.layer = self.pool[:, num_layers // 2]
+        self.layer.normal_()
+        self.processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def decode_us(
+        self, work: Workload, *, share: bool = True, configs: DecodeConfigs | None = None, rep: int = 100
+    ) -> tuple[float, float]:
+        """Time of the attention, and of a plan when the rows are those of the step before, in microseconds."""
+        configs = configs or default_configs(HEAD_DIM, is_half=True, max_rows=work.batch)
+        planner = make_planner(
+            configs,
+            num_processors=self.processors,
+            max_rows=work.batch,
+            max_context=int(work.lengths.max()),
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            block_size=BLOCK,
+            share=share,
+        )
+        tables = work.tables(self.num_blocks)
+        planner.plan(tables, work.lengths)
+        plan = planner.plan(tables, work.lengths, same_rows=True)
+        plan_us = _plan_us(lambda: planner.plan(tables, work.lengths, same_rows=True))
+        device = DevicePlan(planner.layout, configs, torch.device("cuda"))
+        device.send(plan)
+        workspace = DecodeWorkspace(planner.layout, HEADS, KV_HEADS, HEAD_DIM, torch.device("cuda"))
+        query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
+        out = torch.empty_like(query)
+        on_device = torch.from_numpy(tables).cuda()
+        us = microseconds(
+            lambda: forest_decode(
+                query,
+                self.layer[:, 0],
+                self.layer[:, 1],
+                on_device,
+                device,
+                workspace,
+                scale=HEAD_DIM**-0.5,
+                out=out,
+            ),
+            rep,
+        )
+        return us, plan_us
+
+
+def plan_us(work: Workload, *, same_rows: bool) -> float:
+    """Host time of one plan on a machine with 132 multiprocessors; needs no GPU."""
+    planner = make_planner(
+        default_configs(HEAD_DIM, is_half=True, max_rows=work.batch),
+        num_processors=132,
+        max_rows=work.batch,
+        max_context=int(work.lengths.max()),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        block_size=BLOCK,
+    )
+    tables = work.tables(work.num_blocks)
+    planner.plan(tables, work.lengths)
+    return _plan_us(lambda: planner.plan(tables, work.lengths, same_rows=same_rows))
+
+
+def _plan_us(fn: Callable[[], object]) -> float:
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times)) * 1e6
+
+
+class FlashInfer:
+    """FlashInfer's decode wrappers on a pool of one layer, which is how it is laid out at its best."""
+
+    def __init__(self, num_blocks: int) -> None:
+        import flashinfer  # noqa: PLC0415 - a rival that need not be installed
+
+        self.lib = flashinfer
+        self.version = flashinfer.__version__
+        self.num_blocks = num_blocks
+        self.pages = torch.randn(num_blocks, 2, KV_HEADS, BLOCK, HEAD_DIM, device="cuda", dtype=DTYPE)
+        self.workspace = torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
+
+    @staticmethod
+    def is_installed() -> bool:
+        return importlib.util.find_spec("flashinfer") is not None
+
+    def flat_us(self, work: Workload, rep: int = 100) -> float:
+        wrapper = self.lib.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "HND", use_tensor_cores=True)
+        counts = -(-work.lengths // BLOCK)
+        tables = work.tables(self.num_blocks)
+        pages = np.concatenate([row[:count] for row, count in zip(tables, counts, strict=True)])
+        wrapper.plan(
+            _int32([0, *np.cumsum(counts)]),
+            _int32(pages),
+            _int32(work.lengths - (counts - 1) * BLOCK),
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK,
+            q_data_type=DTYPE,
+            kv_data_type=DTYPE,
+        )
+        query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
+        return microseconds(lambda: wrapper.run(query, self.pages), rep)
+
+    def cascade_us(self, work: Workload, rep: int = 100) -> float:
+        levels = work.level_blocks(self.num_blocks)
+        wrapper = self.lib.MultiLevelCascadeAttentionWrapper(len(levels), self.workspace, "HND")
+        wrapper.plan(
+            [_int32([work.batch * node // len(level) for node in range(len(level) + 1)]) for level in levels],
+            [_int32([0, *np.cumsum([len(node) for node in level])]) for level in levels],
+            [_int32(np.concatenate(level)) for level in levels],
+            [_int32([BLOCK] * len(level)) for level in levels],
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK,
+            q_data_type=DTYPE,
+        )
+        query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
+        return microseconds(lambda: wrapper.run(query, self.pages), rep)
+
+
+def _int32(values: object) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values), dtype=torch.int32, device="cuda")
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,54 @@
+"""Which tiles to use: measured on an H200 for 16-bit elements and heads of 128, and scaled from there."""
+
+from __future__ import annotations
+
+from chatserve_kernels.device_plan import DecodeConfigs
+from chatserve_kernels.forest_decode import TileConfig
+
+FEW_ROWS = 16
+"""Up to here one large program a multiprocessor, which leaves fewer partials to merge, beats two smaller ones."""
+
+
+def default_configs(head_dim: int, *, is_half: bool, max_rows: int) -> DecodeConfigs:
+    """`is_half`: 16-bit elements; others take twice the shared memory, and multiply without tensor cores."""
+    is_wide_head = head_dim > 128
+    if not is_half:
+        tokens = 16 if is_wide_head else 32
+        small = TileConfig(query_rows=16, key_tokens=tokens, warps=8, stages=2, programs=2, max_registers=128)
+        return DecodeConfigs(
+            alone=small,
+            beside=small,
+            wide=TileConfig(
+                query_rows=32,
+                key_tokens=tokens,
+                warps=8,
+                stages=2,
+                programs=1,
+                max_registers=128 if head_dim <= 64 else None,
+            ),
+        )
+    tokens = 32 if is_wide_head else 64
+    if max_rows <= FEW_ROWS:
+        alone = TileConfig(
+            query_rows=16,
+            key_tokens=2 * tokens,
+            warps=8,
+            stages=3,
+            programs=1,
+            max_registers=128 if head_dim <= 64 else None,
+        )
+    else:
+        alone = TileConfig(query_rows=16, key_tokens=tokens, warps=4, stages=4, programs=2)
+    # Two of `beside` and one of `wide` fill a multiprocessor's registers to the last one, and most of its memory.
+    return DecodeConfigs(
+        alone=alone,
+        beside=TileConfig(
+            query_rows=16,
+            key_tokens=tokens // 2,
+            warps=4,
+            stages=3,
+            programs=2,
+            max_registers=None if is_wide_head else 128,
+        ),
+        wide=TileConfig(query_rows=64, key_tokens=tokens, warps=8 if is_wide_head else 4, stages=3, programs=1),
+    )

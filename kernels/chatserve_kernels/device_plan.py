@@ -1,0 +1,118 @@
+"""A decode plan on the device: where it lies, and how a new one gets there without waiting.
+
+The buffer's addresses never change, so that a captured graph reads whatever plan was sent last. A plan is one packed
+copy from one of two pinned buffers, each guarded by an event: a buffer is not overwritten before the copy out of it,
+perhaps still queued behind a whole step, has been made. Must not know what the plan's numbers mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from chatserve_kernels.plan import (
+    ENTRY_FIELDS,
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    DecodePlan,
+    DecodePlanner,
+    PlanLayout,
+    TileShape,
+)
+
+if TYPE_CHECKING:
+    from chatserve_kernels.forest import CostModel
+    from chatserve_kernels.forest_decode import TileConfig
+
+STAGING_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfigs:
+    """Compile-time choices of the decode kernels: small tiles when they run alone, and small ones that share the
+    multiprocessors with wide ones."""
+
+    alone: TileConfig
+    beside: TileConfig
+    wide: TileConfig
+    merge_programs: int = 1056
+
+
+class DevicePlan:
+    """The latest plan sent. Sending is ordered by the current stream; `num_rows`, `with_wide` and `window` are that
+    plan's."""
+
+    def __init__(self, layout: PlanLayout, configs: DecodeConfigs, device: torch.device) -> None:
+        self.layout = layout
+        self.configs = configs
+        self.num_rows = 0
+        self.with_wide = False
+        self.window: int | None = None
+        self._packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._pinned = device.type == "cuda"
+        self._staging = [
+            torch.empty(layout.size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(STAGING_BUFFERS)
+        ]
+        self._copied: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
+        self._next = 0
+        self._starts = {False: self._packed[layout.alone_starts], True: self._packed[layout.beside_starts]}
+        self.wide_starts = self._packed[layout.wide_starts]
+        self.last_positions = self._packed[layout.last_positions]
+        self.num_merges = self._packed[layout.num_merges]
+        self.merges = self._packed[layout.merges].view(-1, MERGE_FIELDS)
+        self.small_items = self._packed[layout.small_items].view(-1, ITEM_FIELDS)
+        self.wide_items = self._packed[layout.wide_items].view(-1, ITEM_FIELDS)
+        self.entries = self._packed[layout.entries].view(-1, ENTRY_FIELDS)
+
+    @property
+    def small_starts(self) -> torch.Tensor:
+        return self._starts[self.with_wide]
+
+    def send(self, plan: DecodePlan) -> None:
+        copied = self._copied[self._next]
+        if copied is not None:
+            copied.synchronize()
+        staging = self._staging[self._next]
+        staging.numpy()[:] = plan.packed
+        self._packed.copy_(staging, non_blocking=self._pinned)
+        if self._pinned:
+            event = torch.cuda.Event()
+            event.record()
+            self._copied[self._next] = event
+        self._next = (self._next + 1) % STAGING_BUFFERS
+        self.num_rows, self.with_wide, self.window = plan.num_rows, plan.with_wide, plan.window
+
+
+def make_planner(
+    configs: DecodeConfigs,
+    *,
+    num_processors: int,
+    max_rows: int,
+    max_context: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    share: bool = True,
+    fixed_chunk: int | None = None,
+    cost: CostModel | None = None,
+) -> DecodePlanner:
+    """A planner whose shares fill `num_processors` multiprocessors under these tiles."""
+
+    def shape(config: TileConfig) -> TileShape:
+        slots = max(1, num_processors * config.programs // num_kv_heads)
+        return TileShape(config.query_rows, config.key_tokens, slots)
+
+    return DecodePlanner(
+        max_rows=max_rows,
+        max_context=max_context,
+        group_size=num_heads // num_kv_heads,
+        block_size=block_size,
+        alone=shape(configs.alone),
+        beside=shape(configs.beside),
+        wide=shape(configs.wide),
+        share=share,
+        fixed_chunk=fixed_chunk,
+        cost=cost,
+    )

@@ -1,0 +1,100 @@
+"""The forest of running sessions, read off their block tables, and the choice of what to share.
+
+A physical block holds one token sequence's KV, so two rows whose tables name the same block agree on every block before
+it: tables form a forest of their own, and no other description of it is needed. A *run* is a maximal stretch of full
+blocks that the same set of rows uses. `find_runs` finds all of them; `choose_shared` keeps those that are worth reading
+once for all their rows, and leaves the others to each row. Plain numpy; must not know kernels or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Run(NamedTuple):
+    """Blocks `begin` to `end` of the tables of the rows `order[first:last]`."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+class Forest(NamedTuple):
+    order: NDArray[np.int64]
+    """Rows in an order in which those that share a block are neighbours."""
+    runs: list[Run]
+    """Parents before children."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """When one read for n rows beats n reads, in the time of reading one token of one row's KV.
+
+    Flat decode reads L tokens n times, but all reads after the first may come from the L2 cache, so that each costs
+    `repeat_read` of a read from memory. Sharing reads them once and pays for n more partial results, each
+    `partial_tokens`' worth of traffic. A run shorter than `min_tokens` is not worth its place in a pipeline.
+    """
+
+    min_tokens: int = 128
+    partial_tokens: float = 8.0
+    repeat_read: float = 0.7
+
+    def is_shared_worthwhile(self, num_rows: int, num_tokens: int) -> bool:
+        saved = (num_rows - 1) * num_tokens * self.repeat_read
+        return num_tokens >= self.min_tokens and saved > num_rows * self.partial_tokens
+
+
+def find_runs(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> Forest:
+    """`tables` [num_rows, max_blocks]; only the first `num_full[i]` entries of row i, its full blocks, are compared."""
+    num_rows = len(tables)
+    width = int(num_full.max(initial=0))
+    if num_rows < 2 or width == 0:
+        return Forest(np.arange(num_rows), [])
+    own = np.broadcast_to(-1 - np.arange(num_rows, dtype=np.int32)[:, None], (num_rows, width))
+    known = np.where(np.arange(width) < num_full[:, None], tables[:, :width], own)
+    # Bytewise order is not numeric order, but it too puts equal beginnings side by side, at the speed of memcmp.
+    order = np.argsort(np.ascontiguousarray(known).view(np.dtype((np.void, width * 4)))[:, 0], kind="stable")
+    known = known[order]
+    differs = known[1:] != known[:-1]  # each row ends in entries of its own or at the full width
+    common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+    runs: list[Run] = []
+    open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths rising
+    for position, depth in enumerate([*common.tolist(), 0], start=1):
+        first = position - 1
+        while open_runs and open_runs[-1][1] > depth:
+            first, end = open_runs.pop()
+            begin = max(depth, open_runs[-1][1] if open_runs else 0)
+            runs.append(Run(first, position, begin, end))
+        if depth > (open_runs[-1][1] if open_runs else 0):
+            open_runs.append((first, depth))
+    runs.sort(key=lambda run: (run.begin, run.first))
+    return Forest(order, runs)
+
+
+def choose_shared(
+    forest: Forest, block_size: int, cost: CostModel, max_levels: int
+) -> tuple[list[Run], NDArray[np.int64]]:
+    """The runs to read once, and for each row of `forest.order` the first block that is left to it alone.
+
+    Top down: a run that does not pay joins its children, which thereby grow longer and may pay after all. No row takes
+    part in more than `max_levels` shared runs.
+    """
+    covered = np.zeros(len(forest.order), dtype=np.int64)
+    levels = np.zeros(len(forest.order), dtype=np.int64)
+    shared: list[Run] = []
+    for run in forest.runs:
+        begin = int(covered[run.first])
+        if levels[run.first] < max_levels and cost.is_shared_worthwhile(
+            run.last - run.first, (run.end - begin) * block_size
+        ):
+            shared.append(Run(run.first, run.last, begin, run.end))
+            covered[run.first : run.last] = run.end
+            levels[run.first : run.last] += 1
+    return shared, covered

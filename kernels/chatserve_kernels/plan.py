@@ -1,0 +1,369 @@
+"""One decode step's work, cut into equal shares: the planner of forest decode attention.
+
+Owns the split of a step's KV over the programs of a fixed grid, and the one packed int32 array that tells the kernels
+about it. Plain numpy, no Python loop over tokens, blocks or (while membership is unchanged) rows; needs no token value,
+so that a step can be planned while the step before it runs. The same plan serves all layers that see the same window.
+Must not know devices; `device_plan` carries a plan there.
+
+A *segment* is a stretch of tokens that one tile of query rows reads: a shared run with up to as many rows as fit the
+tile, or what a row reads alone. Segments of one tile shape are laid end to end in units of key tiles and cut into
+`num_slots` equal shares, one a program and KV head, so that uneven contexts fill the chip as evenly as even ones, and
+only the rows that a cut passes through, or that share, need partial results: any other row is written directly. An
+*item* is the part of a segment that lies in one share; its rows are *entries* (query row, partial slot).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from chatserve_kernels.forest import CostModel, choose_shared, find_runs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ITEM_FIELDS = 5
+"""Row whose table to read, first token, number of tokens, first entry, number of entries."""
+ENTRY_FIELDS = 4
+"""Query row, partial slot (-1: none needed, the only one is the result), the row's first slot, its number of them."""
+MERGE_FIELDS = 3
+"""Query row, first partial slot, number of partials."""
+
+
+class PlanError(ValueError):
+    """The caller's rows do not fit what the planner was made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """A kernel as the planner sees it: tiles of `query_rows` x `key_tokens`, `num_slots` shares of work a KV head."""
+
+    query_rows: int
+    key_tokens: int
+    num_slots: int
+
+    def rows(self, group_size: int) -> int:
+        """Sessions a tile."""
+        return max(1, self.query_rows // group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
+    """Where each table lies in the packed array, in int32 units: the same for every plan of a planner."""
+
+    max_rows: int
+    alone_slots: int
+    beside_slots: int
+    wide_slots: int
+    max_small_items: int
+    max_wide_items: int
+    max_entries: int
+
+    @property
+    def alone_starts(self) -> slice:
+        return slice(0, self.alone_slots + 1)
+
+    @property
+    def beside_starts(self) -> slice:
+        return slice(0, self.beside_slots + 1)
+
+    @property
+    def wide_starts(self) -> slice:
+        return _after(slice(0, max(self.alone_slots, self.beside_slots) + 1), self.wide_slots + 1)
+
+    @property
+    def last_positions(self) -> slice:
+        return _after(self.wide_starts, self.max_rows)
+
+    @property
+    def num_merges(self) -> slice:
+        return _after(self.last_positions, 1)
+
+    @property
+    def merges(self) -> slice:
+        """The rows that have several partials."""
+        return _after(self.num_merges, MERGE_FIELDS * self.max_rows)
+
+    @property
+    def small_items(self) -> slice:
+        return _after(self.merges, ITEM_FIELDS * self.max_small_items)
+
+    @property
+    def wide_items(self) -> slice:
+        return _after(self.small_items, ITEM_FIELDS * self.max_wide_items)
+
+    @property
+    def entries(self) -> slice:
+        return _after(self.wide_items, ENTRY_FIELDS * self.max_entries)
+
+    @property
+    def size(self) -> int:
+        return self.entries.stop
+
+
+def _after(previous: slice, size: int) -> slice:
+    start = -(-previous.stop // 4) * 4  # 16 bytes, so that no table's address depends on another's size
+    return slice(start, start + size)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What the kernels read, and what the host must know to launch them."""
+
+    packed: NDArray[np.int32]
+    num_rows: int
+    """Padding included."""
+    with_wide: bool
+    """Whether it is made for a launch of the wide kernel beside the small one, or of the small one alone."""
+    num_partials: int
+    window: int | None
+
+
+class _Segments(NamedTuple):
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    first: NDArray[np.int64]
+    """First of its rows in the forest's order."""
+    count: NDArray[np.int64]
+
+
+class _Items(NamedTuple):
+    segment: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    slot_starts: NDArray[np.int64]
+
+
+class _Sharing(NamedTuple):
+    """All that stays the same from step to step while the same rows run."""
+
+    order: NDArray[np.int64]
+    private_starts: NDArray[np.int64]
+    """Tokens, by row."""
+    small: _Segments
+    wide: _Segments
+
+
+class DecodePlanner:
+    """Plans steps of at most `max_rows` rows whose tables name blocks of `block_size` tokens.
+
+    `alone`, `beside` and `wide` are the kernels' tiles: small ones if there is nothing wide, small ones beside wide
+    ones, and those. `fixed_chunk` cuts every row at multiples of that many tokens and nowhere else and shares nothing,
+    so that a row's result does not depend, to the bit, on what runs beside it. `share=False` only turns sharing off.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_context: int,
+        group_size: int,
+        block_size: int,
+        alone: TileShape,
+        beside: TileShape,
+        wide: TileShape,
+        cost: CostModel | None = None,
+        share: bool = True,
+        max_levels: int = 4,
+        fixed_chunk: int | None = None,
+    ) -> None:
+        assert alone.query_rows == beside.query_rows
+        if not 1 <= group_size <= alone.query_rows:
+            raise PlanError(f"expected a group size from 1 to {alone.query_rows}, got {group_size}")
+        if block_size & (block_size - 1):
+            raise PlanError(f"expected a block size that is a power of two, got {block_size}")
+        self._block_size = block_size
+        self._max_context = max_context
+        self._cost = cost or CostModel()
+        self._share = share and fixed_chunk is None
+        self._max_levels = max_levels if self._share else 0
+        self._alone, self._beside, self._wide = alone, beside, wide
+        self._small_rows, self._wide_rows = alone.rows(group_size), wide.rows(group_size)
+        small_slots = max(alone.num_slots, beside.num_slots)
+        self._fixed_units = None
+        pieces = 0
+        if fixed_chunk is not None:
+            unit = self._unit(alone)
+            self._fixed_units = -(-fixed_chunk // unit)
+            pieces = max_rows * (-(-max_context // (self._fixed_units * unit)))
+        shared = max_rows * self._max_levels
+        self.layout = PlanLayout(
+            max_rows=max_rows,
+            alone_slots=alone.num_slots,
+            beside_slots=beside.num_slots,
+            wide_slots=wide.num_slots,
+            max_small_items=max_rows + shared + small_slots + pieces,
+            max_wide_items=shared + wide.num_slots,
+            max_entries=max_rows + shared + small_slots * self._small_rows + wide.num_slots * self._wide_rows + pieces,
+        )
+        self._sharing: _Sharing | None = None
+
+    def plan(
+        self,
+        tables: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        *,
+        window: int | None = None,
+        same_rows: bool = False,
+        num_padding: int = 0,
+        with_wide: bool | None = None,
+    ) -> DecodePlan:
+        """One step.
+
+        `tables` [num_rows, max_blocks], of which a row's own blocks are read; `lengths` [num_rows], the tokens each
+        row attends to, the one being decoded included. A row attends to the last `window` of them. `same_rows`
+        promises that these are the rows of the plan before, at most longer; what they share is then not looked for
+        again. The results of `num_padding` more rows, and of rows of length 0, are zero.
+        `with_wide` asks for a plan for a graph that was captured with the wide kernel, or without it, in which case
+        nothing is shared widely; None: as suits these rows.
+        """
+        num_rows = len(lengths)
+        if num_rows + num_padding > self.layout.max_rows:
+            raise PlanError(f"expected at most {self.layout.max_rows} rows, got {num_rows} and {num_padding} more")
+        if num_rows and (longest := int(lengths.max())) > min(self._max_context, tables.shape[1] * self._block_size):
+            raise PlanError(f"expected at most {self._max_context} tokens in {tables.shape[1]} blocks, got {longest}")
+        lengths = lengths.astype(np.int64, copy=False)
+        sharing = self._sharing if same_rows else None
+        if sharing is None or len(sharing.order) != num_rows:
+            sharing = self._sharing = self._find_sharing(tables, lengths)
+        needs_wide = len(sharing.wide.rows) > 0
+        if with_wide is False and needs_wide:
+            sharing = _Sharing(np.arange(num_rows), np.zeros(num_rows, np.int64), _segments([]), _segments([]))
+        return self._pack(
+            sharing, lengths, window, num_padding, with_wide=needs_wide if with_wide is None else with_wide
+        )
+
+    def _unit(self, tile: TileShape) -> int:
+        """Tokens a share is counted in: whole tiles, which begin where blocks begin."""
+        return max(tile.key_tokens, self._block_size)
+
+    def _find_sharing(self, tables: NDArray[np.int32], lengths: NDArray[np.int64]) -> _Sharing:
+        num_rows = len(lengths)
+        if not self._share:
+            nothing = _segments([])
+            return _Sharing(np.arange(num_rows), np.zeros(num_rows, np.int64), nothing, nothing)
+        forest = find_runs(tables, lengths // self._block_size)
+        runs, covered = choose_shared(forest, self._block_size, self._cost, self._max_levels)
+        small: list[tuple[int, int, int, int, int]] = []
+        wide: list[tuple[int, int, int, int, int]] = []
+        for run in runs:
+            count = run.last - run.first
+            into, per_tile = (small, self._small_rows) if count <= self._small_rows else (wide, self._wide_rows)
+            num_tiles = -(-count // per_tile)
+            start, length = run.begin * self._block_size, (run.end - run.begin) * self._block_size
+            for tile in range(num_tiles):
+                first = run.first + count * tile // num_tiles
+                last = run.first + count * (tile + 1) // num_tiles
+                into.append((int(forest.order[first]), start, length, first, last - first))
+        private_starts = np.empty(num_rows, dtype=np.int64)
+        private_starts[forest.order] = covered * self._block_size
+        return _Sharing(forest.order, private_starts, _segments(small), _segments(wide))
+
+    def _pack(
+        self, sharing: _Sharing, lengths: NDArray[np.int64], window: int | None, num_padding: int, *, with_wide: bool
+    ) -> DecodePlan:
+        layout, num_rows = self.layout, len(lengths)
+        starts, small, wide = sharing.private_starts, sharing.small, sharing.wide
+        if window is not None:
+            visible = np.maximum(0, lengths - window) // self._block_size * self._block_size
+            starts = np.maximum(starts, visible)
+            small, wide = (_trim(segments, visible[sharing.order]) for segments in (small, wide))
+        # Private segments in the forest's order, so that neighbours in memory are neighbours in time.
+        order = np.append(sharing.order, np.arange(num_rows, num_rows + num_padding))
+        lengths = np.append(lengths, np.zeros(num_padding, dtype=np.int64))
+        starts = np.append(starts, np.zeros(num_padding, dtype=np.int64))
+        places = np.arange(len(order))
+        private = _Segments(order, starts[order], (lengths - starts)[order], places, np.ones_like(places))
+        small = private if not len(small.rows) else _Segments(*map(np.concatenate, zip(small, private, strict=True)))
+        tile = self._beside if with_wide else self._alone
+        unit = self._unit(tile)
+        units = -(-small.lengths // unit)
+        if lengths.min(initial=1) == 0:
+            # A row without tokens is an item too: it is what writes the row's zeros.
+            units[-len(order) :][lengths[order] == 0] = 1
+        small_items = _cut(small, units, unit, tile.num_slots, self._fixed_units)
+        unit = self._unit(self._wide)
+        wide_items = _cut(wide, -(-wide.lengths // unit), unit, layout.wide_slots, None)
+
+        counts = np.concatenate([small.count[small_items.segment], wide.count[wide_items.segment]])
+        firsts = np.concatenate([small.first[small_items.segment], wide.first[wide_items.segment]])
+        entry_ends = np.cumsum(counts)
+        num_entries = int(entry_ends[-1]) if len(entry_ends) else 0
+        entry_starts = entry_ends - counts
+        entry_rows = order[np.repeat(firsts - entry_starts, counts) + np.arange(num_entries)]
+        # A row's partials lie side by side; the only one of a row needs no place, since it is the result.
+        partials = np.bincount(entry_rows, minlength=len(order))
+        first_partials = np.cumsum(partials) - partials
+        slots = np.empty(num_entries, dtype=np.int64)
+        slots[np.argsort(entry_rows, kind="stable")] = np.arange(num_entries)
+        merged = np.flatnonzero(partials > 1)
+
+        packed = np.zeros(layout.size, dtype=np.int32)
+        packed[layout.beside_starts if with_wide else layout.alone_starts] = small_items.slot_starts
+        packed[layout.wide_starts] = wide_items.slot_starts
+        packed[layout.last_positions][: len(order)] = lengths - 1
+        packed[layout.num_merges] = len(merged)
+        merges = packed[layout.merges].reshape(-1, MERGE_FIELDS)[: len(merged)]
+        merges[:, 0] = merged
+        merges[:, 1] = first_partials[merged]
+        merges[:, 2] = partials[merged]
+        num_small = len(small_items.segment)
+        _fill_items(packed[layout.small_items], small, small_items, entry_starts[:num_small])
+        _fill_items(packed[layout.wide_items], wide, wide_items, entry_starts[num_small:])
+        entries = packed[layout.entries].reshape(-1, ENTRY_FIELDS)[:num_entries]
+        entries[:, 0] = entry_rows
+        entries[:, 2] = first_partials[entry_rows]
+        entries[:, 3] = partials[entry_rows]
+        entries[:, 1] = np.where(entries[:, 3] == 1, -1, slots)
+        return DecodePlan(packed, len(order), with_wide, num_entries, window)
+
+
+def _cut(segments: _Segments, units: NDArray[np.int64], unit: int, num_slots: int, fixed_units: int | None) -> _Items:
+    """Lay the segments, of `units` key tiles each, end to end, and cut them into equal shares.
+
+    With `fixed_units` they are cut every so many tiles instead, and each piece goes to the share it begins in.
+    """
+    ends = np.cumsum(units)
+    total = int(ends[-1]) if len(ends) else 0
+    if total == 0:
+        nothing = np.zeros(0, dtype=np.int64)
+        return _Items(nothing, nothing, nothing, np.zeros(num_slots + 1, dtype=np.int64))
+    begins = ends - units
+    bounds = np.arange(num_slots + 1) * total // num_slots
+    if fixed_units is None:
+        cuts = np.unique(np.concatenate([begins[units > 0], bounds[:-1]]))
+    else:
+        pieces = -(-units // fixed_units)
+        piece = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        cuts = np.repeat(begins, pieces) + piece * fixed_units
+    segment = np.searchsorted(ends, cuts, side="right")
+    offsets = (cuts - begins[segment]) * unit
+    until = np.append(cuts[1:], total) - begins[segment]
+    lengths = np.minimum(until * unit, segments.lengths[segment]) - offsets
+    return _Items(segment, offsets, lengths, np.searchsorted(cuts, bounds))
+
+
+def _segments(tiles: list[tuple[int, int, int, int, int]]) -> _Segments:
+    return _Segments(*np.array(tiles, dtype=np.int64).reshape(-1, 5).T)
+
+
+def _trim(segments: _Segments, visible: NDArray[np.int64]) -> _Segments:
+    """Drop from each segment's front what none of its rows sees; `visible` in the forest's order."""
+    if not len(segments.rows):
+        return segments
+    pairs = np.stack([segments.first, segments.first + segments.count], axis=1).reshape(-1)
+    low = np.minimum.reduceat(np.append(visible, visible[-1]), pairs)[::2]
+    starts = np.maximum(segments.starts, low)
+    return segments._replace(starts=starts, lengths=np.maximum(0, segments.starts + segments.lengths - starts))
+
+
+def _fill_items(table: NDArray[np.int32], segments: _Segments, items: _Items, entry_starts: NDArray[np.int64]) -> None:
+    columns = table.reshape(-1, ITEM_FIELDS)[: len(items.segment)]
+    columns[:, 0] = segments.rows[items.segment]
+    columns[:, 1] = segments.starts[items.segment] + items.offsets
+    columns[:, 2] = items.lengths
+    columns[:, 3] = entry_starts
+    columns[:, 4] = segments.count[items.segment]

@@ -1,0 +1,38 @@
+"""What the kernels compute, in float64 and plain torch: the formula, a row at a time."""
+
+from __future__ import annotations
+
+import torch
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As `forest_decode`, with `lengths` [num_rows] in place of a plan; a row of length 0 is zero. Returns float64."""
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = key.shape[1:3]
+    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
+    for row, length in enumerate(lengths.tolist()):
+        first = 0 if window is None else max(0, length - window)
+        if first == length:
+            continue
+        blocks = tables[row, : -(-length // block_size)].long()
+
+        def tokens(pool: torch.Tensor, blocks=blocks, first=first, length=length) -> torch.Tensor:
+            gathered = pool[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[first:length]
+            return gathered.double().transpose(0, 1)  # [num_kv_heads, tokens, head_dim]
+
+        grouped = query[row].double().view(num_kv_heads, -1, head_dim)
+        scores = grouped @ tokens(key).transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        out[row] = (torch.softmax(scores, -1) @ tokens(value)).view(num_heads, head_dim)
+    return out
