@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from chatserve.chat.detokenizer import Detokenizer, OutputText
-from chatserve.chat.engine_link import Run, RunEnd
 from chatserve.chat.events import Usage
+from chatserve.chat.run import Run, RunEnd
 from chatserve.chat.tree import ASSISTANT, USER
 from chatserve.engine.messages import Started
 from chatserve.errors import (

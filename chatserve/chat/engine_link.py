@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 import msgspec
 
+from chatserve.chat.run import Run, RunEnd
 from chatserve.engine.messages import (
     CacheReport,
     Drained,
@@ -28,7 +29,7 @@ from chatserve.engine.messages import (
     TokenDelta,
 )
 from chatserve.errors import EngineUnavailableError
-from chatserve.types import FinishReason, RequestId, SamplingParams, UserId
+from chatserve.types import FinishReason, RequestId, UserId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -58,66 +59,6 @@ class EngineClient(Protocol):
     async def inspect(self, *, with_map: bool = False) -> CacheReport: ...
 
     def events(self) -> AsyncIterator[EngineEvent]: ...
-
-
-class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. `path` covers the prompt and the kept output, where the engine still holds them."""
-
-    reason: FinishReason
-    path: PathRef | None = None
-    code: str = ""
-    detail: str = ""
-
-
-class RunListener(Protocol):
-    """Hears of one run, in order; after `on_end` nothing more. Called from the event loop; must not block."""
-
-    def on_queued(self, position: int) -> None: ...
-
-    def on_started(self, started: Started) -> None: ...
-
-    def on_tokens(self, token_ids: tuple[int, ...]) -> None: ...
-
-    def on_end(self, end: RunEnd) -> None: ...
-
-
-class Run:
-    """One generation at the engine."""
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        user: UserId,
-        prompt_ids: tuple[int, ...],
-        num_shared_tokens: int,
-        sampling: SamplingParams,
-        stop_token_ids: tuple[int, ...],
-        base: PathRef | None,
-        listener: RunListener,
-    ) -> None:
-        assert sampling.seed is not None, "the seed is drawn before"
-        self.name = name
-        self.user = user
-        self.prompt_ids = prompt_ids
-        self.num_shared_tokens = num_shared_tokens
-        self.sampling = sampling
-        self.stop_token_ids = stop_token_ids
-        self.base = base
-        self.listener = listener
-        self.output_ids: list[int] = []
-        self.request_id: RequestId | None = None
-        """The engine's current name for it; None while the engine is away."""
-        self.has_started = False
-        self.is_queued = False
-        """The present engine has said that it waits."""
-        self.num_submitted_output = 0
-        """Output tokens that the present engine was given rather than generated."""
-        self.attempts = 0
-        self.deaths = 0
-        self.keep: int | None = None
-        """Set once it was cancelled: how many output tokens stay; later ones are ignored."""
-        self.has_ended = False
 
 
 class EngineLink:

@@ -21,7 +21,7 @@ from chatserve.types import FinishReason, SessionId, UserId
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from chatserve.chat.engine_link import Run, RunEnd
+    from chatserve.chat.run import Run, RunEnd
 
 GENERATING = "generating"
 

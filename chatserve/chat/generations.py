@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from chatserve.chat.detokenizer import Detokenizer, OutputText
-from chatserve.chat.engine_link import EngineLink, Run
+from chatserve.chat.engine_link import EngineLink
 from chatserve.chat.events import AnyEvent, GenerationDelta
 from chatserve.chat.generation import GENERATING, Generation
 from chatserve.chat.health import StoreHealth
 from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.run import Run
 from chatserve.chat.sessions import LiveSession, Sessions, with_tree
 from chatserve.chat.store import Delta, MessageRecord, Store, Transaction
 from chatserve.engine.messages import PathRef
