@@ -104,12 +104,14 @@ def test_imports_point_down_only() -> None:
 
 def test_kernels_import_torch_triton_and_numpy_only() -> None:
     ours = {"torch", "triton", "numpy", "chatserve_kernels"} | sys.stdlib_module_names
+    # The benchmark may measure a rival where one happens to be installed.
+    rivals = {"chatserve_kernels.bench.decode": {"flashinfer"}}
     wrong = [
         f"{module} imports {imported}"
         for module, path in modules().items()
         if module.startswith("chatserve_kernels")
         for imported in imports(path)
-        if imported.split(".")[0] not in ours
+        if imported.split(".")[0] not in ours | rivals.get(module, set())
     ]
     assert wrong == []
 
