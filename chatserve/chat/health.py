@@ -62,14 +62,14 @@ class StoreHealth:
         if not self.is_up:
             raise _away()
 
-    def report_down(self) -> None:
-        """An operation has failed."""
+    def report_down(self, error: StoreUnavailableError) -> None:
+        """An operation has failed with `error`."""
         if self.is_up:
             self._up.clear()
             self._down.set()
             relapsed = asyncio.get_running_loop().time() - self._recovered_at < _RELAPSE_S
             self._pause_s = min(2 * self._pause_s, _LONGEST_RELAPSE_PAUSE_S) if relapsed else _FIRST_PAUSE_S
-            log.error("the store does not answer; new turns are refused, what is generated is kept in memory")
+            log.error("%s; new turns are refused, what is generated is kept in memory", error)
             self._publish("store", self._clock())
             self._prober = asyncio.create_task(self._probe(), name="store prober")
             self._prober.add_done_callback(self._watch)
@@ -80,8 +80,8 @@ class StoreHealth:
             await self._up.wait()
             try:
                 return await write()
-            except StoreUnavailableError:
-                self.report_down()
+            except StoreUnavailableError as error:
+                self.report_down(error)
 
     async def while_up(self, waiting: Coroutine[Any, Any, Any]) -> None:
         """Wait for something that needs the store.

@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class WatchedStore:
-    """Implements `Store`; calls `on_unavailable` before an operation raises `StoreUnavailableError`."""
+    """Implements `Store`; calls `on_unavailable` with each `StoreUnavailableError` before it is raised."""
 
-    def __init__(self, store: Store, on_unavailable: Callable[[], None]) -> None:
+    def __init__(self, store: Store, on_unavailable: Callable[[StoreUnavailableError], None]) -> None:
         self._store = store
         self._on_unavailable = on_unavailable
 
@@ -52,6 +52,6 @@ class WatchedStore:
     async def _watch(self, operation: Awaitable[T]) -> T:
         try:
             return await operation
-        except StoreUnavailableError:
-            self._on_unavailable()
+        except StoreUnavailableError as error:
+            self._on_unavailable(error)
             raise

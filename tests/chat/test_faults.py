@@ -432,7 +432,7 @@ async def test_an_outage_that_is_over_at_once_is_no_answer_to_who_waits(encoders
         health._down.clear()
 
 
-async def test_a_prober_that_dies_of_a_bug_is_noticed(encoders: Encoders) -> None:
+async def test_a_prober_that_dies_of_a_bug_is_noticed(encoders: Encoders, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(MemoryStore):
         async def ping(self) -> None:
             raise RuntimeError("a bug")
@@ -440,7 +440,8 @@ async def test_a_prober_that_dies_of_a_bug_is_noticed(encoders: Encoders) -> Non
     harness = Harness(encoders["chatml"], store=Broken())
     await harness.client.connect()
     await harness.service.start()
-    harness.service._runtime.health.report_down()
+    harness.service._runtime.health.report_down(StoreUnavailableError("its disk is full"))
+    assert "its disk is full" in caplog.text, "whoever runs the server learns what to do"
     await harness.until(lambda: harness.crashes)
     await harness.service.close()
     await harness.client.close()
