@@ -94,9 +94,9 @@ def make_planner(
     num_heads: int,
     num_kv_heads: int,
     block_size: int,
+    cost: CostModel,
     share: bool = True,
     fixed_chunk: int | None = None,
-    cost: CostModel | None = None,
 ) -> DecodePlanner:
     """A planner whose shares fill `num_processors` multiprocessors under these tiles."""
 

@@ -54,49 +54,53 @@ class PlanLayout:
     """Where each table lies in the packed array, in int32 units: the same for every plan of a planner."""
 
     max_rows: int
-    alone_slots: int
-    beside_slots: int
-    wide_slots: int
-    max_small_items: int
-    max_wide_items: int
     max_entries: int
+    """Also the most partial results."""
+    wide_slots: int
+    alone_starts: slice
+    """Each slot's first item, when small tiles run alone; in the same place, when they run beside wide ones:"""
+    beside_starts: slice
+    wide_starts: slice
+    last_positions: slice
+    num_merges: slice
+    merges: slice
+    """The rows that have several partials."""
+    small_items: slice
+    wide_items: slice
+    entries: slice
 
-    @property
-    def alone_starts(self) -> slice:
-        return slice(0, self.alone_slots + 1)
-
-    @property
-    def beside_starts(self) -> slice:
-        return slice(0, self.beside_slots + 1)
-
-    @property
-    def wide_starts(self) -> slice:
-        return _after(slice(0, max(self.alone_slots, self.beside_slots) + 1), self.wide_slots + 1)
-
-    @property
-    def last_positions(self) -> slice:
-        return _after(self.wide_starts, self.max_rows)
-
-    @property
-    def num_merges(self) -> slice:
-        return _after(self.last_positions, 1)
-
-    @property
-    def merges(self) -> slice:
-        """The rows that have several partials."""
-        return _after(self.num_merges, MERGE_FIELDS * self.max_rows)
-
-    @property
-    def small_items(self) -> slice:
-        return _after(self.merges, ITEM_FIELDS * self.max_small_items)
-
-    @property
-    def wide_items(self) -> slice:
-        return _after(self.small_items, ITEM_FIELDS * self.max_wide_items)
-
-    @property
-    def entries(self) -> slice:
-        return _after(self.wide_items, ENTRY_FIELDS * self.max_entries)
+    @classmethod
+    def of(
+        cls,
+        *,
+        max_rows: int,
+        alone_slots: int,
+        beside_slots: int,
+        wide_slots: int,
+        max_small_items: int,
+        max_wide_items: int,
+        max_entries: int,
+    ) -> PlanLayout:
+        wide_starts = _after(slice(0, max(alone_slots, beside_slots) + 1), wide_slots + 1)
+        last_positions = _after(wide_starts, max_rows)
+        num_merges = _after(last_positions, 1)
+        merges = _after(num_merges, MERGE_FIELDS * max_rows)
+        small_items = _after(merges, ITEM_FIELDS * max_small_items)
+        wide_items = _after(small_items, ITEM_FIELDS * max_wide_items)
+        return cls(
+            max_rows=max_rows,
+            max_entries=max_entries,
+            wide_slots=wide_slots,
+            alone_starts=slice(0, alone_slots + 1),
+            beside_starts=slice(0, beside_slots + 1),
+            wide_starts=wide_starts,
+            last_positions=last_positions,
+            num_merges=num_merges,
+            merges=merges,
+            small_items=small_items,
+            wide_items=wide_items,
+            entries=_after(wide_items, ENTRY_FIELDS * max_entries),
+        )
 
     @property
     def size(self) -> int:
@@ -145,6 +149,8 @@ class _Sharing(NamedTuple):
     """Tokens, by row."""
     small: _Segments
     wide: _Segments
+    wide_items: _Items
+    """Without a window."""
 
 
 class DecodePlanner:
@@ -165,7 +171,7 @@ class DecodePlanner:
         alone: TileShape,
         beside: TileShape,
         wide: TileShape,
-        cost: CostModel | None = None,
+        cost: CostModel,
         share: bool = True,
         max_levels: int = 4,
         fixed_chunk: int | None = None,
@@ -177,7 +183,7 @@ class DecodePlanner:
             raise PlanError(f"expected a block size that is a power of two, got {block_size}")
         self._block_size = block_size
         self._max_context = max_context
-        self._cost = cost or CostModel()
+        self._cost = cost
         self._share = share and fixed_chunk is None
         self._max_levels = max_levels if self._share else 0
         self._alone, self._beside, self._wide = alone, beside, wide
@@ -190,7 +196,7 @@ class DecodePlanner:
             self._fixed_units = -(-fixed_chunk // unit)
             pieces = max_rows * (-(-max_context // (self._fixed_units * unit)))
         shared = max_rows * self._max_levels
-        self.layout = PlanLayout(
+        self.layout = PlanLayout.of(
             max_rows=max_rows,
             alone_slots=alone.num_slots,
             beside_slots=beside.num_slots,
@@ -231,7 +237,7 @@ class DecodePlanner:
             sharing = self._sharing = self._find_sharing(tables, lengths)
         needs_wide = len(sharing.wide.rows) > 0
         if with_wide is False and needs_wide:
-            sharing = _Sharing(np.arange(num_rows), np.zeros(num_rows, np.int64), _segments([]), _segments([]))
+            sharing = self._share_nothing(num_rows)
         return self._pack(
             sharing, lengths, window, num_padding, with_wide=needs_wide if with_wide is None else with_wide
         )
@@ -243,8 +249,7 @@ class DecodePlanner:
     def _find_sharing(self, tables: NDArray[np.int32], lengths: NDArray[np.int64]) -> _Sharing:
         num_rows = len(lengths)
         if not self._share:
-            nothing = _segments([])
-            return _Sharing(np.arange(num_rows), np.zeros(num_rows, np.int64), nothing, nothing)
+            return self._share_nothing(num_rows)
         forest = find_runs(tables, lengths // self._block_size)
         runs, covered = choose_shared(forest, self._block_size, self._cost, self._max_levels)
         small: list[tuple[int, int, int, int, int]] = []
@@ -260,21 +265,32 @@ class DecodePlanner:
                 into.append((int(forest.order[first]), start, length, first, last - first))
         private_starts = np.empty(num_rows, dtype=np.int64)
         private_starts[forest.order] = covered * self._block_size
-        return _Sharing(forest.order, private_starts, _segments(small), _segments(wide))
+        wide_segments = _segments(wide)
+        return _Sharing(forest.order, private_starts, _segments(small), wide_segments, self._cut_wide(wide_segments))
+
+    def _share_nothing(self, num_rows: int) -> _Sharing:
+        nothing = _segments([])
+        return _Sharing(np.arange(num_rows), np.zeros(num_rows, np.int64), nothing, nothing, self._cut_wide(nothing))
+
+    def _cut_wide(self, segments: _Segments) -> _Items:
+        unit = self._unit(self._wide)
+        return _cut(segments, -(-segments.lengths // unit), unit, self._wide.num_slots, None)
 
     def _pack(
         self, sharing: _Sharing, lengths: NDArray[np.int64], window: int | None, num_padding: int, *, with_wide: bool
     ) -> DecodePlan:
         layout, num_rows = self.layout, len(lengths)
-        starts, small, wide = sharing.private_starts, sharing.small, sharing.wide
+        starts, small, wide, wide_items = sharing.private_starts, sharing.small, sharing.wide, sharing.wide_items
         if window is not None:
             visible = np.maximum(0, lengths - window) // self._block_size * self._block_size
             starts = np.maximum(starts, visible)
             small, wide = (_trim(segments, visible[sharing.order]) for segments in (small, wide))
+            wide_items = self._cut_wide(wide)
         # Private segments in the forest's order, so that neighbours in memory are neighbours in time.
-        order = np.append(sharing.order, np.arange(num_rows, num_rows + num_padding))
-        lengths = np.append(lengths, np.zeros(num_padding, dtype=np.int64))
-        starts = np.append(starts, np.zeros(num_padding, dtype=np.int64))
+        order = sharing.order
+        if num_padding:
+            order = np.append(order, np.arange(num_rows, num_rows + num_padding))
+            lengths, starts = (np.append(each, np.zeros(num_padding, dtype=np.int64)) for each in (lengths, starts))
         places = np.arange(len(order))
         private = _Segments(order, starts[order], (lengths - starts)[order], places, np.ones_like(places))
         small = private if not len(small.rows) else _Segments(*map(np.concatenate, zip(small, private, strict=True)))
@@ -285,9 +301,6 @@ class DecodePlanner:
             # A row without tokens is an item too: it is what writes the row's zeros.
             units[-len(order) :][lengths[order] == 0] = 1
         small_items = _cut(small, units, unit, tile.num_slots, self._fixed_units)
-        unit = self._unit(self._wide)
-        wide_items = _cut(wide, -(-wide.lengths // unit), unit, layout.wide_slots, None)
-
         counts = np.concatenate([small.count[small_items.segment], wide.count[wide_items.segment]])
         firsts = np.concatenate([small.first[small_items.segment], wide.first[wide_items.segment]])
         entry_ends = np.cumsum(counts)
@@ -334,7 +347,8 @@ def _cut(segments: _Segments, units: NDArray[np.int64], unit: int, num_slots: in
     begins = ends - units
     bounds = np.arange(num_slots + 1) * total // num_slots
     if fixed_units is None:
-        cuts = np.unique(np.concatenate([begins[units > 0], bounds[:-1]]))
+        cuts = np.sort(np.concatenate([begins[units > 0], bounds[:-1]]))
+        cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
     else:
         pieces = -(-units // fixed_units)
         piece = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)

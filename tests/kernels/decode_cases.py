@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from chatserve_kernels.device_plan import DecodeConfigs, DevicePlan, make_planner
+from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace, TileConfig, forest_decode
 from chatserve_kernels.reference import decode_attention
 
@@ -133,6 +134,7 @@ class Case:
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             block_size=heads.block_size,
+            cost=CostModel(),
             share=share,
             fixed_chunk=fixed_chunk,
         )

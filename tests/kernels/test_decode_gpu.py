@@ -7,6 +7,7 @@ import pytest
 import torch
 from chatserve_kernels.configs import default_configs
 from chatserve_kernels.device_plan import DecodeConfigs, DevicePlan, make_planner
+from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +78,7 @@ class Replayed:
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             block_size=heads.block_size,
+            cost=CostModel(),
         )
         self.plan = DevicePlan(self.planner.layout, configs, CUDA)
         self.workspace = DecodeWorkspace(self.planner.layout, heads.num_heads, heads.num_kv_heads, heads.head_dim, CUDA)

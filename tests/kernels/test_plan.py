@@ -26,7 +26,12 @@ BLOCK = 16
 
 
 def planner_for(rows: Forest, **options) -> DecodePlanner:
-    settings = {"num_processors": 6, "max_rows": len(rows.lengths) + 4, "max_context": 4096} | options
+    settings = {
+        "num_processors": 6,
+        "max_rows": len(rows.lengths) + 4,
+        "max_context": 4096,
+        "cost": CostModel(),
+    } | options
     return make_planner(SMALL_CONFIGS, num_heads=4, num_kv_heads=2, block_size=BLOCK, **settings)
 
 
@@ -178,6 +183,14 @@ def test_a_short_run_is_left_to_its_children_which_may_share_more():
     assert min(token for token, _ in shared) == 0, "the trunks' runs begin with the prefix that did not pay"
 
 
+def test_nothing_is_shared_where_all_of_it_saves_less_than_sharing_costs():
+    rows = forest([[("system", 256), (str(row), 20)] for row in range(40)], BLOCK)
+    saved = CostModel().saved_tokens(40, 256)
+    for step_tokens, shares in ((saved - 1, True), (saved + 1, False)):
+        planner = planner_for(rows, cost=CostModel(step_tokens=step_tokens))
+        assert planner.plan(rows.tables, rows.lengths).with_wide == shares
+
+
 def test_partial_blocks_are_never_shared():
     tables = np.array([[4, 7], [4, 7]], dtype=np.int32)
     assert find_runs(tables, np.array([1, 1])).runs == [(0, 2, 0, 1)]
@@ -208,4 +221,5 @@ def test_rows_beyond_what_the_planner_was_made_for_are_refused():
             num_heads=32,
             num_kv_heads=1,
             block_size=BLOCK,
+            cost=CostModel(),
         )

@@ -14,6 +14,7 @@ import triton
 from chatserve_kernels.bench.workloads import BLOCK, HEAD_DIM, HEADS, KV_HEADS, TOKEN_BYTES, Workload
 from chatserve_kernels.configs import default_configs
 from chatserve_kernels.device_plan import DecodeConfigs, DevicePlan, make_planner
+from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Ours:
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             block_size=BLOCK,
+            cost=CostModel.measured(TOKEN_BYTES),
             share=share,
         )
         tables = work.tables(self.num_blocks)
@@ -101,6 +103,7 @@ def plan_us(work: Workload, *, same_rows: bool) -> float:
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         block_size=BLOCK,
+        cost=CostModel.measured(TOKEN_BYTES),
     )
     tables = work.tables(work.num_blocks)
     planner.plan(tables, work.lengths)
