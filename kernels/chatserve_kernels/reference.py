@@ -36,3 +36,26 @@ def decode_attention(
             scores = softcap * torch.tanh(scores / softcap)
         out[row] = (torch.softmax(scores, -1) @ tokens(value)).view(num_heads, head_dim)
     return out
+
+
+def add_rms_norm(
+    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm in float64, of the sum in `residual`'s type, and that sum."""
+    total = (hidden.float() + residual.float()).to(residual.dtype)
+    wide = total.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double(), total
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def rope(heads: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """`heads` [num_tokens, num_heads, head_dim], rotated, in float64."""
+    cos, sin = cos_sin[positions].double().unsqueeze(1).chunk(2, -1)
+    half = cos.shape[-1]
+    a, b, rest = heads.double().split([half, half, heads.shape[-1] - 2 * half], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)

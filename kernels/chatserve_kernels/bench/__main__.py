@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from chatserve_kernels.bench import workloads
+from chatserve_kernels.bench import fused, workloads
 from chatserve_kernels.bench.decode import FlashInfer, Ours, copy_bandwidth, free, plan_us
 from chatserve_kernels.bench.workloads import Workload
 
@@ -30,7 +30,7 @@ TABLES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", nargs="*", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--tables", nargs="*", choices=[*TABLES, "fused"], default=[*TABLES, "fused"])
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     parser.add_argument("--rep", type=int, default=100, help="milliseconds a measurement")
     parser.add_argument("--no-rivals", action="store_true")
@@ -41,13 +41,27 @@ def main() -> None:
     free()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {ceiling / 1e12:.2f} TB/s")
     rows: list[dict[str, object]] = []
-    rows += _ours(chosen.tables, ceiling, chosen.rep)
-    if not chosen.no_rivals and FlashInfer.is_installed():
-        _rivals(rows, chosen.tables, chosen.rep)
+    if "fused" in chosen.tables:
+        rows += _fused(ceiling, chosen.rep)
+    tables = [table for table in TABLES if table in chosen.tables]
+    if tables:
+        rows += _ours(tables, ceiling, chosen.rep)
+        if not chosen.no_rivals and FlashInfer.is_installed():
+            _rivals(rows, tables, chosen.rep)
     _summary(rows)
     if chosen.json:
         report = {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": ceiling, "rows": rows}
         chosen.json.write_text(json.dumps(report, indent=1))
+
+
+def _fused(ceiling: float, rep: int) -> list[dict[str, object]]:
+    rows = [*fused.measure(4096, rep), *fused.measure(64, rep), fused.measure_block_copy(rep)]
+    for row in rows:
+        per_s = float(str(row["bytes"])) / float(str(row["us"])) * 1e6
+        row |= {"tb_per_s": per_s / 1e12, "of_copy": per_s / ceiling}
+        _print(row)
+    free()
+    return rows
 
 
 def _named(tables: list[str]) -> list[tuple[str, Workload]]:

@@ -1,0 +1,66 @@
+"""The fused memory-bound kernels at the widths of an 8B Llama: time, and bytes that must move over that time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from chatserve_kernels.bench.decode import DTYPE, microseconds
+from chatserve_kernels.bench.workloads import BLOCK, HEAD_DIM, HEADS, KV_HEADS
+from chatserve_kernels.fused import add_rms_norm, copy_blocks, rope_store_kv, silu_mul
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HIDDEN, MLP = 4096, 14336
+CACHE_BYTES = 60e6
+"""What the L2 cache holds: inputs rotate through three times as much, so that memory is what is measured."""
+
+
+def measure(num_tokens: int, rep: int) -> Iterator[dict[str, object]]:
+    """A row a kernel."""
+    for name, make, moved in (
+        ("add + RMSNorm", _norm, 4 * HIDDEN * 2),
+        ("SiLU x mul", _silu, 3 * MLP * 2),
+        ("RoPE + KV write", _rope, 2 * (HEADS + 2 * KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4),
+    ):
+        copies = max(1, round(3 * CACHE_BYTES / (num_tokens * moved))) if num_tokens > 256 else 1
+        calls = [make(num_tokens) for _ in range(copies)]
+        us = microseconds(lambda calls=calls: [call() for call in calls], rep) / copies
+        yield {"table": "fused", "work": f"{name}, {num_tokens} tokens", "us": us, "bytes": num_tokens * moved}
+
+
+def measure_block_copy(rep: int) -> dict[str, object]:
+    """Copy-on-write of 64 blocks of an 8B Llama, 2 MiB each."""
+    pool = torch.randn(256, 2**20, device="cuda").to(DTYPE)
+    sources = torch.randperm(128, device="cuda")[:64]
+    targets = 128 + torch.randperm(128, device="cuda")[:64]
+    us = microseconds(lambda: copy_blocks(pool, sources, targets), rep)
+    return {"table": "fused", "work": "64 block copies", "us": us, "bytes": 2 * 64 * 2**21}
+
+
+def _randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=DTYPE)
+
+
+def _norm(num_tokens: int) -> Callable[[], object]:
+    hidden, residual, weight = _randn(num_tokens, HIDDEN), _randn(num_tokens, HIDDEN), _randn(HIDDEN)
+    out = torch.empty_like(hidden)
+    return lambda: add_rms_norm(hidden, residual, weight, 1e-5, out)
+
+
+def _silu(num_tokens: int) -> Callable[[], object]:
+    gate_up = _randn(num_tokens, 2 * MLP)
+    out = torch.empty((num_tokens, MLP), device="cuda", dtype=DTYPE)
+    return lambda: silu_mul(gate_up, out)
+
+
+def _rope(num_tokens: int) -> Callable[[], object]:
+    qkv = _randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    query, key, value = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+    pool = _randn(num_tokens // BLOCK + 1, 2, KV_HEADS, BLOCK, HEAD_DIM)
+    cos_sin = torch.randn(num_tokens, HEAD_DIM, device="cuda")
+    positions = torch.arange(num_tokens, device="cuda")
+    slots = torch.randperm(num_tokens, device="cuda")
+    return lambda: rope_store_kv(query, key, value, pool[:, 0], pool[:, 1], positions, slots, cos_sin)
