@@ -78,6 +78,7 @@ async def test_an_update_reaches_every_tab_and_the_list(connect: Connect) -> Non
         first = await one.request("session.update", session=session, title="after", system="S", params={"top_k": 3})
         second = await one.request("session.update", session=session, system=None)
         assert second["version"] > first["version"]
+        await one.settle()
         await two.until(lambda: there.seq == here.seq and there.title == "after" and there.system is None)
         assert there.tree() == here.tree()
         assert here.params == {"top_k": 3}
