@@ -37,7 +37,7 @@ class DecodeConfigs:
     alone: TileConfig
     beside: TileConfig
     wide: TileConfig
-    merge_programs: int = 1056
+    merge_programs: int = 2112
 
 
 class DevicePlan:
