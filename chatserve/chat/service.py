@@ -253,7 +253,7 @@ class ChatService:
         del text  # drafts are not prefilled
         live = self._core.sessions.peek(user, session)
         path = None if live is None or parent is None else live.paths.get(parent)
-        if path is not None:
+        if live is not None and path is not None and live.may_hint(self._core.clock()):
             with contextlib.suppress(EngineUnavailableError):
                 self._core.link.engine.hint(user, path)
 

@@ -9,6 +9,7 @@ holds.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     Publish = Callable[[UserId, SessionId, Sequence[AnyEvent]], None]
 
 MAX_IDLE_SESSIONS: Final = 512
+HINT_EVERY_S: Final = 0.5
 _TOLD_BY_WRITER: Final = (GenerationQueued, GenerationStarted, GenerationDelta)
 """Events that are written without a session's lock, again and again until their number is known."""
 
@@ -52,6 +54,7 @@ class LiveSession:
         """A write failed in a way that leaves open whether it was done."""
         self.is_deleted = False
         self.num_subscribers = 0
+        self._hinted_at = -math.inf
         self._publish = publish
         self._early: dict[int, tuple[list[AnyEvent], Callable[[], None]]] = {}
 
@@ -62,6 +65,14 @@ class LiveSession:
     @property
     def user(self) -> UserId:
         return self.record.user
+
+    def may_hint(self, now: float) -> bool:
+        """Whether the engine may be told that somebody types: each telling makes it look through the whole path, so a
+        client that sends one a key, or a thousand a second, is heard every `HINT_EVERY_S` only."""
+        due = abs(now - self._hinted_at) >= HINT_EVERY_S
+        if due:
+            self._hinted_at = now
+        return due
 
     @property
     def is_idle(self) -> bool:
