@@ -172,6 +172,8 @@ class Harness:
         self.health: list[tuple[str, bool]] = []
         self.news = asyncio.Event()
         self._ids = itertools.count(1)
+        self.now: float | None = None
+        """What the service's clock says; None: a second more each time."""
         self.service = self._make_service()
 
     def _make_service(self) -> ChatService:
@@ -186,7 +188,7 @@ class Harness:
             orphan_grace_s=self.orphan_grace_s,
             engine_patience_s=self.engine_patience_s,
             on_crash=lambda: self.crashes.append("crash"),
-            clock=lambda: float(next(self._ids)),
+            clock=lambda: float(next(self._ids)) if self.now is None else self.now,
         )
 
     def make_engine(self, runner: FakeRunner | None = None) -> Engine:

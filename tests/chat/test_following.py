@@ -93,9 +93,7 @@ async def test_typing_hints_at_what_the_next_turn_will_need_and_never_fails(enco
         assert len(client.hints) == 2
 
 
-async def test_a_flood_of_typing_reaches_the_engine_as_one_hint_a_moment(
-    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flood_of_typing_reaches_the_engine_as_one_hint_a_moment(encoders: Encoders) -> None:
     harness = Harness(encoders["chatml"])
     client = harness.client = Hints(harness.make_engine())
     harness.service = harness._make_service()
@@ -103,7 +101,7 @@ async def test_a_flood_of_typing_reaches_the_engine_as_one_hint_a_moment(
         session = await harness.create()
         _, reply = await harness.turn(session, "on", max_tokens=5)
         for now in (1e6, 1e6 + sessions.HINT_EVERY_S, 1e6 - 3600):  # the wall clock may be set back
-            monkeypatch.setattr(harness.service._core, "clock", lambda now=now: now)
+            harness.now = now
             client.hints.clear()
             for _ in range(100):
                 harness.service.typing(ANN, session, reply, "dra")
