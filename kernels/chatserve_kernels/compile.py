@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from chatserve_kernels.configs import default_configs
+from chatserve_kernels.configs import default_configs, prefill_configs
 from chatserve_kernels.forest_decode import MERGE_WARPS, TileConfig, attend_kernel, merge_constants, merge_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -48,6 +48,7 @@ def compile_attend(
     num_kv_heads: int = 8,
     block_size: int = 16,
     merges: bool = True,
+    causal: bool = False,
 ) -> Usage:
     """Compile `attend_kernel` as `forest_decode` would launch it."""
     element = _ELEMENTS[dtype]
@@ -62,6 +63,7 @@ def compile_attend(
         "M": config.query_rows,
         "N": config.key_tokens,
         "HAS_WINDOW": window,
+        "IS_CAUSAL": causal,
         "HAS_CAP": softcap,
         "PRECISION": "ieee" if dtype == "float32" else "tf32",
         "SAME_STRIDES": True,
@@ -127,6 +129,10 @@ def specialisations(head_dim: int, dtype: str) -> dict[str, Usage]:
                     getattr(configs, name), head_dim=head_dim, dtype=dtype, merges=name == "alone", **options
                 )
                 usages[" ".join([name, dtype, str(head_dim), f"up to {max_rows} rows", *options])] = usage
+    prefill = prefill_configs(head_dim, is_half=dtype != "float32").wide
+    usages[f"prefill {dtype} {head_dim}"] = compile_attend(
+        prefill, head_dim=head_dim, dtype=dtype, merges=False, causal=True
+    )
     usages[f"merge {dtype} {head_dim}"] = compile_merge(head_dim=head_dim, dtype=dtype)
     return usages
 

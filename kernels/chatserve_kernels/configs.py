@@ -52,3 +52,15 @@ def default_configs(head_dim: int, *, is_half: bool, max_rows: int) -> DecodeCon
         ),
         wide=TileConfig(query_rows=64, key_tokens=tokens, warps=8 if is_wide_head else 4, stages=3, programs=1),
     )
+
+
+def prefill_configs(head_dim: int, *, is_half: bool) -> DecodeConfigs:
+    """Wide tiles of 128 query rows, which have a multiprocessor to themselves; there are no small ones to run."""
+    decode = default_configs(head_dim, is_half=is_half, max_rows=1)
+    if not is_half or head_dim > 128:
+        return decode
+    return DecodeConfigs(
+        alone=decode.alone,
+        beside=decode.beside,
+        wide=TileConfig(query_rows=128, key_tokens=64, warps=8, stages=3, programs=1),
+    )

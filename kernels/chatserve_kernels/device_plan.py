@@ -19,6 +19,7 @@ from chatserve_kernels.plan import (
     DecodePlan,
     DecodePlanner,
     PlanLayout,
+    PrefillPlanner,
     TileShape,
 )
 
@@ -50,6 +51,7 @@ class DevicePlan:
         self.num_rows = 0
         self.with_wide = False
         self.window: int | None = None
+        self.is_causal = False
         self._packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
         self._staging = [
@@ -83,6 +85,7 @@ class DevicePlan:
             self._copied[self._next] = event
         self._next = (self._next + 1) % STAGING_BUFFERS
         self.num_rows, self.with_wide, self.window = plan.num_rows, plan.with_wide, plan.window
+        self.is_causal = plan.is_causal
 
 
 def make_planner(
@@ -115,4 +118,25 @@ def make_planner(
         share=share,
         fixed_chunk=fixed_chunk,
         cost=cost,
+    )
+
+
+def make_prefill_planner(
+    configs: DecodeConfigs,
+    *,
+    num_processors: int,
+    max_tokens: int,
+    max_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+) -> PrefillPlanner:
+    """A planner of new tokens whose shares fill `num_processors` multiprocessors."""
+    tile = configs.wide
+    return PrefillPlanner(
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        group_size=num_heads // num_kv_heads,
+        block_size=block_size,
+        tile=TileShape(tile.query_rows, tile.key_tokens, max(1, num_processors * tile.programs // num_kv_heads)),
     )

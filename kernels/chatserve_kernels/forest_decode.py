@@ -1,4 +1,4 @@
-"""Forest decode attention: one query token a row over paged KV, where a run of blocks that rows share is read once.
+"""Attention over paged KV: decode over a forest, where a run of blocks that rows share is read once, and prefill.
 
 For row r, query head h, KV head g = h // group, and the keys j of the row (with a window w, the last w of them):
 
@@ -17,6 +17,9 @@ leaves its normalised output and log2-sum, a *partial*, and the row's partials a
 exists in two specialisations: `small` tiles of 16 query rows, bound by memory, and `wide` ones for runs that more
 sessions share, bound by arithmetic. With small tiles alone, whichever program completes a row's partials merges them
 (stream-K's fix-up), and one launch does it all. With wide ones too, `merge_kernel` follows.
+
+Prefill is the same work with one more mask: a tile's rows are neighbouring new tokens of one prompt, which share all its
+keys up to the last token's, and each hides what lies past its own.
 
 What the kernels guard against:
 - an empty share: m is -inf, and -inf - -inf is NaN; so a maximum of -inf is replaced by 0 before it is subtracted;
@@ -138,6 +141,7 @@ def _attend_tile(
     begin,
     length,
     first_visible,  # [M]
+    last_visible,  # [M]
     m,  # [M]
     l,  # [M]  # noqa: E741 - the literature's name
     acc,  # [M, HEAD_PAD]
@@ -152,6 +156,7 @@ def _attend_tile(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -186,6 +191,8 @@ def _attend_tile(
     is_seen = is_live[None, :]
     if HAS_WINDOW:
         is_seen = is_seen & (position[None, :] >= first_visible[:, None])
+    if IS_CAUSAL:
+        is_seen = is_seen & (position[None, :] <= last_visible[:, None])
     scores = tl.where(is_seen, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * score_scale)
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -232,6 +239,7 @@ def attend_kernel(
     M: tl.constexpr,  # query rows a tile: heads of a group x sessions
     N: tl.constexpr,  # keys a tile
     HAS_WINDOW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     SAME_STRIDES: tl.constexpr,  # of keys and values
     PRECISION: tl.constexpr,
@@ -278,11 +286,9 @@ def attend_kernel(
             mask=has_element,
             other=0.0,
         )
-        if HAS_WINDOW:
-            # In this item's own count of tokens, so that one comparison a key is left.
-            first_visible = tl.load(last_positions + query_row, mask=has_row, other=0) - window + 1 - first_token
-        else:
-            first_visible = query_row  # not read
+        # In this item's own count of tokens, so that one comparison a key is left.
+        last_visible = tl.load(last_positions + query_row, mask=has_row, other=0) - first_token
+        first_visible = last_visible - window + 1
 
         m = tl.full([M], float("-inf"), tl.float32)
         l = tl.zeros([M], tl.float32)  # noqa: E741 - the literature's name
@@ -290,9 +296,10 @@ def attend_kernel(
         block = tl.load(table + tokens // BLOCK, mask=tokens < length, other=0)
         for begin in range(0, length, N):
             block, m, l, acc = _attend_tile(  # noqa: E741
-                q, key, value, table, block, begin, length, first_visible, m, l, acc, score_scale, score_cap,
+                q, key, value, table, block, begin, length, first_visible, last_visible, m, l, acc,
+                score_scale, score_cap,
                 key_block_stride, key_token_stride, value_block_stride, value_token_stride,
-                HEAD_DIM, HEAD_PAD, BLOCK, N, HAS_WINDOW, HAS_CAP, SAME_STRIDES, PRECISION, WIDEN,
+                HEAD_DIM, HEAD_PAD, BLOCK, N, HAS_WINDOW, IS_CAUSAL, HAS_CAP, SAME_STRIDES, PRECISION, WIDEN,
             )  # fmt: skip
 
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
@@ -389,7 +396,7 @@ class DecodeWorkspace:
     def __init__(
         self, layout: PlanLayout, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
-        partials = layout.max_entries
+        partials = layout.max_partials
         self.out = torch.empty((partials, num_heads, head_dim), dtype=torch.float32, device=device)
         self.sums = torch.empty((partials, num_heads), dtype=torch.float32, device=device)
         self.arrivals = torch.zeros((layout.max_rows, num_kv_heads), dtype=torch.int32, device=device)
@@ -427,6 +434,44 @@ def forest_decode(
     `tables` int32 [num_rows, max_blocks]. What is launched depends on `plan.with_wide` alone, so a graph serves any
     later plan that is like the captured one in that. Returns `out`, like `query`.
     """
+    if plan.is_causal:
+        raise ValueError("expected a decode plan, got one of new tokens")
+    return _attend(query, key, value, tables, plan, workspace, scale, softcap, out)
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: torch.Tensor,
+    plan: DevicePlan,
+    workspace: DecodeWorkspace,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from each row's new tokens to its keys up to their own, which must be in the pool already.
+
+    As `forest_decode`, with `query` [num_tokens, num_heads, head_dim] in the order of a `PrefillPlanner`'s plan, and
+    `tables` a table for each of its rows.
+    """
+    if not plan.is_causal:
+        raise ValueError("expected a plan of new tokens, got a decode plan")
+    return _attend(query, key, value, tables, plan, workspace, scale, softcap, out)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: torch.Tensor,
+    plan: DevicePlan,
+    workspace: DecodeWorkspace,
+    scale: float,
+    softcap: float | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = key.shape[1:3]
     if out is None:
@@ -467,6 +512,7 @@ def forest_decode(
             M=config.query_rows,
             N=config.key_tokens,
             HAS_WINDOW=plan.window is not None,
+            IS_CAUSAL=plan.is_causal,
             HAS_CAP=softcap is not None,
             SAME_STRIDES=key.stride() == value.stride(),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -478,10 +524,11 @@ def forest_decode(
         )
 
     if plan.with_wide:
-        # The wide kernel comes first and the small one, which needs nothing of it, fills what it leaves of the chip;
+        # The wide kernel comes first, and the small one, which needs nothing of it, fills what it leaves of the chip;
         # at its end the small one waits for it, so that whoever waits for the small one has waited for both.
         attend(plan.configs.wide, plan.wide_starts, plan.wide_items, 1)
-        attend(plan.configs.beside, plan.small_starts, plan.small_items, 2)
+        if not plan.is_causal:
+            attend(plan.configs.beside, plan.small_starts, plan.small_items, 2)
         merge_kernel[(plan.configs.merge_programs,)](
             out,
             workspace.out,

@@ -54,8 +54,7 @@ class PlanLayout:
     """Where each table lies in the packed array, in int32 units: the same for every plan of a planner."""
 
     max_rows: int
-    max_entries: int
-    """Also the most partial results."""
+    max_partials: int
     wide_slots: int
     alone_starts: slice
     """Each slot's first item, when small tiles run alone; in the same place, when they run beside wide ones:"""
@@ -80,6 +79,7 @@ class PlanLayout:
         max_small_items: int,
         max_wide_items: int,
         max_entries: int,
+        max_partials: int,
     ) -> PlanLayout:
         wide_starts = _after(slice(0, max(alone_slots, beside_slots) + 1), wide_slots + 1)
         last_positions = _after(wide_starts, max_rows)
@@ -89,7 +89,7 @@ class PlanLayout:
         wide_items = _after(small_items, ITEM_FIELDS * max_wide_items)
         return cls(
             max_rows=max_rows,
-            max_entries=max_entries,
+            max_partials=max_partials,
             wide_slots=wide_slots,
             alone_starts=slice(0, alone_slots + 1),
             beside_starts=slice(0, beside_slots + 1),
@@ -123,6 +123,8 @@ class DecodePlan:
     """Whether it is made for a launch of the wide kernel beside the small one, or of the small one alone."""
     num_partials: int
     window: int | None
+    is_causal: bool = False
+    """Rows are the tokens of prompts: each attends to its prompt's keys up to its own position."""
 
 
 class _Segments(NamedTuple):
@@ -139,6 +141,13 @@ class _Items(NamedTuple):
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     slot_starts: NDArray[np.int64]
+
+
+class _Work(NamedTuple):
+    small: _Segments
+    small_items: _Items
+    wide: _Segments
+    wide_items: _Items
 
 
 class _Sharing(NamedTuple):
@@ -196,6 +205,7 @@ class DecodePlanner:
             self._fixed_units = -(-fixed_chunk // unit)
             pieces = max_rows * (-(-max_context // (self._fixed_units * unit)))
         shared = max_rows * self._max_levels
+        max_entries = max_rows + shared + small_slots * self._small_rows + wide.num_slots * self._wide_rows + pieces
         self.layout = PlanLayout.of(
             max_rows=max_rows,
             alone_slots=alone.num_slots,
@@ -203,7 +213,8 @@ class DecodePlanner:
             wide_slots=wide.num_slots,
             max_small_items=max_rows + shared + small_slots + pieces,
             max_wide_items=shared + wide.num_slots,
-            max_entries=max_rows + shared + small_slots * self._small_rows + wide.num_slots * self._wide_rows + pieces,
+            max_entries=max_entries,
+            max_partials=max_entries,
         )
         self._sharing: _Sharing | None = None
 
@@ -301,37 +312,105 @@ class DecodePlanner:
             # A row without tokens is an item too: it is what writes the row's zeros.
             units[-len(order) :][lengths[order] == 0] = 1
         small_items = _cut(small, units, unit, tile.num_slots, self._fixed_units)
-        counts = np.concatenate([small.count[small_items.segment], wide.count[wide_items.segment]])
-        firsts = np.concatenate([small.first[small_items.segment], wide.first[wide_items.segment]])
-        entry_ends = np.cumsum(counts)
-        num_entries = int(entry_ends[-1]) if len(entry_ends) else 0
-        entry_starts = entry_ends - counts
-        entry_rows = order[np.repeat(firsts - entry_starts, counts) + np.arange(num_entries)]
-        # A row's partials lie side by side; the only one of a row needs no place, since it is the result.
-        partials = np.bincount(entry_rows, minlength=len(order))
-        first_partials = np.cumsum(partials) - partials
-        slots = np.empty(num_entries, dtype=np.int64)
-        slots[np.argsort(entry_rows, kind="stable")] = np.arange(num_entries)
-        merged = np.flatnonzero(partials > 1)
+        work = _Work(small, small_items, wide, wide_items)
+        return _pack(layout, order, lengths - 1, work, window, with_wide=with_wide)
 
-        packed = np.zeros(layout.size, dtype=np.int32)
-        packed[layout.beside_starts if with_wide else layout.alone_starts] = small_items.slot_starts
-        packed[layout.wide_starts] = wide_items.slot_starts
-        packed[layout.last_positions][: len(order)] = lengths - 1
-        packed[layout.num_merges] = len(merged)
-        merges = packed[layout.merges].reshape(-1, MERGE_FIELDS)[: len(merged)]
-        merges[:, 0] = merged
-        merges[:, 1] = first_partials[merged]
-        merges[:, 2] = partials[merged]
-        num_small = len(small_items.segment)
-        _fill_items(packed[layout.small_items], small, small_items, entry_starts[:num_small])
-        _fill_items(packed[layout.wide_items], wide, wide_items, entry_starts[num_small:])
-        entries = packed[layout.entries].reshape(-1, ENTRY_FIELDS)[:num_entries]
-        entries[:, 0] = entry_rows
-        entries[:, 2] = first_partials[entry_rows]
-        entries[:, 3] = partials[entry_rows]
-        entries[:, 1] = np.where(entries[:, 3] == 1, -1, slots)
-        return DecodePlan(packed, len(order), with_wide, num_entries, window)
+
+class PrefillPlanner:
+    """Plans the attention of new tokens over their own rows' paged KV, themselves included.
+
+    A segment is a tile of neighbouring tokens of one row, over all keys that the last of them sees; each token masks
+    what lies past it. So that a few new tokens on a long history fill the chip as evenly as many on none, segments are
+    cut like those of decode. `tile` is the kernel's; `max_tokens` in all and `max_rows` in a plan.
+    """
+
+    def __init__(self, *, max_tokens: int, max_rows: int, group_size: int, block_size: int, tile: TileShape) -> None:
+        if not 1 <= group_size <= tile.query_rows:
+            raise PlanError(f"expected a group size from 1 to {tile.query_rows}, got {group_size}")
+        self._tile, self._block_size = tile, block_size
+        self._tokens = tile.rows(group_size)
+        max_segments = max_rows + max_tokens // self._tokens
+        self.layout = PlanLayout.of(
+            max_rows=max_tokens,
+            alone_slots=tile.num_slots,
+            beside_slots=tile.num_slots,
+            wide_slots=tile.num_slots,
+            max_small_items=0,
+            max_wide_items=max_segments + tile.num_slots,
+            max_entries=max_tokens + tile.num_slots * self._tokens,
+            max_partials=2 * tile.num_slots * self._tokens,  # the segments on both sides of each cut
+        )
+
+    def plan(self, starts: NDArray[np.int64], lengths: NDArray[np.int64], *, window: int | None = None) -> DecodePlan:
+        """Row i's tokens `starts[i]` to `starts[i] + lengths[i]` are new; the batch holds one row's after another's."""
+        num_tokens = int(lengths.sum())
+        if num_tokens > self.layout.max_rows:
+            raise PlanError(f"expected at most {self.layout.max_rows} tokens, got {num_tokens}")
+        tiles = -(-lengths // self._tokens)
+        rows = np.repeat(np.arange(len(lengths)), tiles)
+        offsets = (np.arange(len(rows)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * self._tokens
+        counts = np.minimum(self._tokens, lengths[rows] - offsets)
+        first_tokens = (np.cumsum(lengths) - lengths)[rows] + offsets
+        first_positions = starts[rows] + offsets
+        low = np.zeros_like(first_positions)
+        if window is not None:
+            low = np.maximum(0, first_positions + 1 - window) // self._block_size * self._block_size
+        segments = _Segments(rows, low, first_positions + counts - low, first_tokens, counts)
+        unit = max(self._tile.key_tokens, self._block_size)
+        items = _cut(segments, -(-segments.lengths // unit), unit, self._tile.num_slots, None)
+        nothing = _segments([])
+        nothing_cut = _cut(nothing, nothing.lengths, unit, self._tile.num_slots, None)
+        positions = np.arange(num_tokens) - np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
+        work = _Work(nothing, nothing_cut, segments, items)
+        return _pack(self.layout, np.arange(num_tokens), positions, work, window, with_wide=True, is_causal=True)
+
+
+def _pack(
+    layout: PlanLayout,
+    order: NDArray[np.int64],
+    last_positions: NDArray[np.int64],
+    work: _Work,
+    window: int | None,
+    *,
+    with_wide: bool,
+    is_causal: bool = False,
+) -> DecodePlan:
+    """Write down all items; `order` maps the segments' rows to query rows."""
+    small, small_items, wide, wide_items = work
+    counts = np.concatenate([small.count[small_items.segment], wide.count[wide_items.segment]])
+    firsts = np.concatenate([small.first[small_items.segment], wide.first[wide_items.segment]])
+    entry_ends = np.cumsum(counts)
+    num_entries = int(entry_ends[-1]) if len(entry_ends) else 0
+    entry_starts = entry_ends - counts
+    entry_rows = order[np.repeat(firsts - entry_starts, counts) + np.arange(num_entries)]
+    # A row's partials lie side by side; the only one of a row needs no place, since it is the result.
+    partials = np.bincount(entry_rows, minlength=len(order))
+    placed = np.where(partials > 1, partials, 0)
+    first_partials = np.cumsum(placed) - placed
+    by_row = np.argsort(entry_rows, kind="stable")
+    slots = np.empty(num_entries, dtype=np.int64)
+    slots[by_row] = np.cumsum(placed[entry_rows[by_row]] > 0) - 1
+    merged = np.flatnonzero(placed)
+    num_partials = int(placed.sum())
+
+    packed = np.zeros(layout.size, dtype=np.int32)
+    packed[layout.beside_starts if with_wide else layout.alone_starts] = small_items.slot_starts
+    packed[layout.wide_starts] = wide_items.slot_starts
+    packed[layout.last_positions][: len(order)] = last_positions
+    packed[layout.num_merges] = len(merged)
+    merges = packed[layout.merges].reshape(-1, MERGE_FIELDS)[: len(merged)]
+    merges[:, 0] = merged
+    merges[:, 1] = first_partials[merged]
+    merges[:, 2] = partials[merged]
+    num_small = len(small_items.segment)
+    _fill_items(packed[layout.small_items], small, small_items, entry_starts[:num_small])
+    _fill_items(packed[layout.wide_items], wide, wide_items, entry_starts[num_small:])
+    entries = packed[layout.entries].reshape(-1, ENTRY_FIELDS)[:num_entries]
+    entries[:, 0] = entry_rows
+    entries[:, 2] = first_partials[entry_rows]
+    entries[:, 3] = partials[entry_rows]
+    entries[:, 1] = np.where(entries[:, 3] == 1, -1, slots)
+    return DecodePlan(packed, len(order), with_wide, num_partials, window, is_causal=is_causal)
 
 
 def _cut(segments: _Segments, units: NDArray[np.int64], unit: int, num_slots: int, fixed_units: int | None) -> _Items:

@@ -38,6 +38,30 @@ def decode_attention(
     return out
 
 
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As `paged_prefill`: each token is a decode row of its own. Returns float64."""
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    ends = [
+        start + index + 1
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        for index in range(length)
+    ]
+    return decode_attention(
+        query, key, value, tables[rows], torch.tensor(ends), scale=scale, window=window, softcap=softcap
+    )
+
+
 def add_rms_norm(
     hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ def test_decode_kernels_fit_their_registers():
         [*command, "--dtype", "bfloat16"], env=environment, check=True, capture_output=True, text=True
     ).stdout
     usages = json.loads(listing)
-    assert len(usages) == 13
+    assert len(usages) == 14
     for name, usage in usages.items():
         assert usage["stack_bytes"] == 0, f"{name} spills"
     two_small_and_one_wide = 2 * usages["beside bfloat16 128 up to 256 rows"]["shared_bytes"]

@@ -84,7 +84,7 @@ def check(rows: Forest, planner: DecodePlanner, plan: DecodePlan, window: int | 
         assert sorted(slots[row]) == list(range(first, first + count)), "a row's partials lie side by side"
         places += slots[row]
     assert len(set(places)) == len(places)
-    assert max(places, default=0) < planner.layout.max_entries
+    assert max(places, default=0) < planner.layout.max_partials
     assert set(slots) == set(range(plan.num_rows)), "a row that nothing writes"
 
 
