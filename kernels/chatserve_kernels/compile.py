@@ -19,8 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from chatserve_kernels.attend import attend_kernel, merge_kernel
 from chatserve_kernels.configs import default_configs, prefill_configs
-from chatserve_kernels.forest_decode import MERGE_WARPS, TileConfig, attend_kernel, merge_constants, merge_kernel
+from chatserve_kernels.forest_decode import MERGE_WARPS, TileConfig, merge_constants
 
 TARGET = GPUTarget("cuda", 90, 32)
 _ELEMENTS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}

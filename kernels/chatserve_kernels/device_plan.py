@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chatserve_kernels.plan import (
-    ENTRY_FIELDS,
-    ITEM_FIELDS,
-    MERGE_FIELDS,
-    DecodePlan,
-    DecodePlanner,
-    PlanLayout,
-    PrefillPlanner,
-    TileShape,
-)
+from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
+from chatserve_kernels.work import ENTRY_FIELDS, ITEM_FIELDS, MERGE_FIELDS, DecodePlan, PlanLayout, TileShape
 
 if TYPE_CHECKING:
     from chatserve_kernels.forest import CostModel

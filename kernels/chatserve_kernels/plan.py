@@ -1,153 +1,33 @@
-"""One decode step's work, cut into equal shares: the planner of forest decode attention.
+"""The planners: which segments a step of decode has, or one of new tokens.
 
-Owns the split of a step's KV over the programs of a fixed grid, and the one packed int32 array that tells the kernels
-about it. Plain numpy, no Python loop over tokens, blocks or (while membership is unchanged) rows; needs no token value,
-so that a step can be planned while the step before it runs. The same plan serves all layers that see the same window.
-Must not know devices; `device_plan` carries a plan there.
-
-A *segment* is a stretch of tokens that one tile of query rows reads: a shared run with up to as many rows as fit the
-tile, or what a row reads alone. Segments of one tile shape are laid end to end in units of key tiles and cut into
-`num_slots` equal shares, one a program and KV head, so that uneven contexts fill the chip as evenly as even ones, and
-only the rows that a cut passes through, or that share, need partial results: any other row is written directly. An
-*item* is the part of a segment that lies in one share; its rows are *entries* (query row, partial slot).
+Plain numpy, no Python loop over tokens, blocks or (while membership is unchanged) rows; a plan needs no token value, so
+that a step can be planned while the step before it runs, and the same plan serves all layers that see the same window.
+A segment (`work` module) is a shared run with up to as many rows as fit a tile, what a row reads alone, or a tile of
+new tokens. Must not know devices; `device_plan` carries a plan there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from chatserve_kernels.forest import CostModel, choose_shared, find_runs
+from chatserve_kernels.work import (
+    DecodePlan,
+    Items,
+    PlanError,
+    PlanLayout,
+    Segments,
+    TileShape,
+    Work,
+    cut,
+    pack,
+    segments_of,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-ITEM_FIELDS = 5
-"""Row whose table to read, first token, number of tokens, first entry, number of entries."""
-ENTRY_FIELDS = 4
-"""Query row, partial slot (-1: none needed, the only one is the result), the row's first slot, its number of them."""
-MERGE_FIELDS = 3
-"""Query row, first partial slot, number of partials."""
-
-
-class PlanError(ValueError):
-    """The caller's rows do not fit what the planner was made for."""
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """A kernel as the planner sees it: tiles of `query_rows` x `key_tokens`, `num_slots` shares of work a KV head."""
-
-    query_rows: int
-    key_tokens: int
-    num_slots: int
-
-    def rows(self, group_size: int) -> int:
-        """Sessions a tile."""
-        return max(1, self.query_rows // group_size)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanLayout:
-    """Where each table lies in the packed array, in int32 units: the same for every plan of a planner."""
-
-    max_rows: int
-    max_partials: int
-    wide_slots: int
-    alone_starts: slice
-    """Each slot's first item, when small tiles run alone; in the same place, when they run beside wide ones:"""
-    beside_starts: slice
-    wide_starts: slice
-    last_positions: slice
-    num_merges: slice
-    merges: slice
-    """The rows that have several partials."""
-    small_items: slice
-    wide_items: slice
-    entries: slice
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        max_rows: int,
-        alone_slots: int,
-        beside_slots: int,
-        wide_slots: int,
-        max_small_items: int,
-        max_wide_items: int,
-        max_entries: int,
-        max_partials: int,
-    ) -> PlanLayout:
-        wide_starts = _after(slice(0, max(alone_slots, beside_slots) + 1), wide_slots + 1)
-        last_positions = _after(wide_starts, max_rows)
-        num_merges = _after(last_positions, 1)
-        merges = _after(num_merges, MERGE_FIELDS * max_rows)
-        small_items = _after(merges, ITEM_FIELDS * max_small_items)
-        wide_items = _after(small_items, ITEM_FIELDS * max_wide_items)
-        return cls(
-            max_rows=max_rows,
-            max_partials=max_partials,
-            wide_slots=wide_slots,
-            alone_starts=slice(0, alone_slots + 1),
-            beside_starts=slice(0, beside_slots + 1),
-            wide_starts=wide_starts,
-            last_positions=last_positions,
-            num_merges=num_merges,
-            merges=merges,
-            small_items=small_items,
-            wide_items=wide_items,
-            entries=_after(wide_items, ENTRY_FIELDS * max_entries),
-        )
-
-    @property
-    def size(self) -> int:
-        return self.entries.stop
-
-
-def _after(previous: slice, size: int) -> slice:
-    start = -(-previous.stop // 4) * 4  # 16 bytes, so that no table's address depends on another's size
-    return slice(start, start + size)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """What the kernels read, and what the host must know to launch them."""
-
-    packed: NDArray[np.int32]
-    num_rows: int
-    """Padding included."""
-    with_wide: bool
-    """Whether it is made for a launch of the wide kernel beside the small one, or of the small one alone."""
-    num_partials: int
-    window: int | None
-    is_causal: bool = False
-    """Rows are the tokens of prompts: each attends to its prompt's keys up to its own position."""
-
-
-class _Segments(NamedTuple):
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    first: NDArray[np.int64]
-    """First of its rows in the forest's order."""
-    count: NDArray[np.int64]
-
-
-class _Items(NamedTuple):
-    segment: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    slot_starts: NDArray[np.int64]
-
-
-class _Work(NamedTuple):
-    small: _Segments
-    small_items: _Items
-    wide: _Segments
-    wide_items: _Items
 
 
 class _Sharing(NamedTuple):
@@ -156,9 +36,9 @@ class _Sharing(NamedTuple):
     order: NDArray[np.int64]
     private_starts: NDArray[np.int64]
     """Tokens, by row."""
-    small: _Segments
-    wide: _Segments
-    wide_items: _Items
+    small: Segments
+    wide: Segments
+    wide_items: Items
     """Without a window."""
 
 
@@ -276,16 +156,16 @@ class DecodePlanner:
                 into.append((int(forest.order[first]), start, length, first, last - first))
         private_starts = np.empty(num_rows, dtype=np.int64)
         private_starts[forest.order] = covered * self._block_size
-        wide_segments = _segments(wide)
-        return _Sharing(forest.order, private_starts, _segments(small), wide_segments, self._cut_wide(wide_segments))
+        wide_segments = segments_of(wide)
+        return _Sharing(forest.order, private_starts, segments_of(small), wide_segments, self._cut_wide(wide_segments))
 
     def _share_nothing(self, num_rows: int) -> _Sharing:
-        nothing = _segments([])
+        nothing = segments_of([])
         return _Sharing(np.arange(num_rows), np.zeros(num_rows, np.int64), nothing, nothing, self._cut_wide(nothing))
 
-    def _cut_wide(self, segments: _Segments) -> _Items:
+    def _cut_wide(self, segments: Segments) -> Items:
         unit = self._unit(self._wide)
-        return _cut(segments, -(-segments.lengths // unit), unit, self._wide.num_slots, None)
+        return cut(segments, -(-segments.lengths // unit), unit, self._wide.num_slots, None)
 
     def _pack(
         self, sharing: _Sharing, lengths: NDArray[np.int64], window: int | None, num_padding: int, *, with_wide: bool
@@ -303,17 +183,17 @@ class DecodePlanner:
             order = np.append(order, np.arange(num_rows, num_rows + num_padding))
             lengths, starts = (np.append(each, np.zeros(num_padding, dtype=np.int64)) for each in (lengths, starts))
         places = np.arange(len(order))
-        private = _Segments(order, starts[order], (lengths - starts)[order], places, np.ones_like(places))
-        small = private if not len(small.rows) else _Segments(*map(np.concatenate, zip(small, private, strict=True)))
+        private = Segments(order, starts[order], (lengths - starts)[order], places, np.ones_like(places))
+        small = private if not len(small.rows) else Segments(*map(np.concatenate, zip(small, private, strict=True)))
         tile = self._beside if with_wide else self._alone
         unit = self._unit(tile)
         units = -(-small.lengths // unit)
         if lengths.min(initial=1) == 0:
             # A row without tokens is an item too: it is what writes the row's zeros.
             units[-len(order) :][lengths[order] == 0] = 1
-        small_items = _cut(small, units, unit, tile.num_slots, self._fixed_units)
-        work = _Work(small, small_items, wide, wide_items)
-        return _pack(layout, order, lengths - 1, work, window, with_wide=with_wide)
+        small_items = cut(small, units, unit, tile.num_slots, self._fixed_units)
+        work = Work(small, small_items, wide, wide_items)
+        return pack(layout, order, lengths - 1, work, window, with_wide=with_wide)
 
 
 class PrefillPlanner:
@@ -355,95 +235,17 @@ class PrefillPlanner:
         low = np.zeros_like(first_positions)
         if window is not None:
             low = np.maximum(0, first_positions + 1 - window) // self._block_size * self._block_size
-        segments = _Segments(rows, low, first_positions + counts - low, first_tokens, counts)
+        segments = Segments(rows, low, first_positions + counts - low, first_tokens, counts)
         unit = max(self._tile.key_tokens, self._block_size)
-        items = _cut(segments, -(-segments.lengths // unit), unit, self._tile.num_slots, None)
-        nothing = _segments([])
-        nothing_cut = _cut(nothing, nothing.lengths, unit, self._tile.num_slots, None)
+        items = cut(segments, -(-segments.lengths // unit), unit, self._tile.num_slots, None)
+        nothing = segments_of([])
+        nothing_cut = cut(nothing, nothing.lengths, unit, self._tile.num_slots, None)
         positions = np.arange(num_tokens) - np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
-        work = _Work(nothing, nothing_cut, segments, items)
-        return _pack(self.layout, np.arange(num_tokens), positions, work, window, with_wide=True, is_causal=True)
+        work = Work(nothing, nothing_cut, segments, items)
+        return pack(self.layout, np.arange(num_tokens), positions, work, window, with_wide=True, is_causal=True)
 
 
-def _pack(
-    layout: PlanLayout,
-    order: NDArray[np.int64],
-    last_positions: NDArray[np.int64],
-    work: _Work,
-    window: int | None,
-    *,
-    with_wide: bool,
-    is_causal: bool = False,
-) -> DecodePlan:
-    """Write down all items; `order` maps the segments' rows to query rows."""
-    small, small_items, wide, wide_items = work
-    counts = np.concatenate([small.count[small_items.segment], wide.count[wide_items.segment]])
-    firsts = np.concatenate([small.first[small_items.segment], wide.first[wide_items.segment]])
-    entry_ends = np.cumsum(counts)
-    num_entries = int(entry_ends[-1]) if len(entry_ends) else 0
-    entry_starts = entry_ends - counts
-    entry_rows = order[np.repeat(firsts - entry_starts, counts) + np.arange(num_entries)]
-    # A row's partials lie side by side; the only one of a row needs no place, since it is the result.
-    partials = np.bincount(entry_rows, minlength=len(order))
-    placed = np.where(partials > 1, partials, 0)
-    first_partials = np.cumsum(placed) - placed
-    by_row = np.argsort(entry_rows, kind="stable")
-    slots = np.empty(num_entries, dtype=np.int64)
-    slots[by_row] = np.cumsum(placed[entry_rows[by_row]] > 0) - 1
-    merged = np.flatnonzero(placed)
-    num_partials = int(placed.sum())
-
-    packed = np.zeros(layout.size, dtype=np.int32)
-    packed[layout.beside_starts if with_wide else layout.alone_starts] = small_items.slot_starts
-    packed[layout.wide_starts] = wide_items.slot_starts
-    packed[layout.last_positions][: len(order)] = last_positions
-    packed[layout.num_merges] = len(merged)
-    merges = packed[layout.merges].reshape(-1, MERGE_FIELDS)[: len(merged)]
-    merges[:, 0] = merged
-    merges[:, 1] = first_partials[merged]
-    merges[:, 2] = partials[merged]
-    num_small = len(small_items.segment)
-    _fill_items(packed[layout.small_items], small, small_items, entry_starts[:num_small])
-    _fill_items(packed[layout.wide_items], wide, wide_items, entry_starts[num_small:])
-    entries = packed[layout.entries].reshape(-1, ENTRY_FIELDS)[:num_entries]
-    entries[:, 0] = entry_rows
-    entries[:, 2] = first_partials[entry_rows]
-    entries[:, 3] = partials[entry_rows]
-    entries[:, 1] = np.where(entries[:, 3] == 1, -1, slots)
-    return DecodePlan(packed, len(order), with_wide, num_partials, window, is_causal=is_causal)
-
-
-def _cut(segments: _Segments, units: NDArray[np.int64], unit: int, num_slots: int, fixed_units: int | None) -> _Items:
-    """Lay the segments, of `units` key tiles each, end to end, and cut them into equal shares.
-
-    With `fixed_units` they are cut every so many tiles instead, and each piece goes to the share it begins in.
-    """
-    ends = np.cumsum(units)
-    total = int(ends[-1]) if len(ends) else 0
-    if total == 0:
-        nothing = np.zeros(0, dtype=np.int64)
-        return _Items(nothing, nothing, nothing, np.zeros(num_slots + 1, dtype=np.int64))
-    begins = ends - units
-    bounds = np.arange(num_slots + 1) * total // num_slots
-    if fixed_units is None:
-        cuts = np.sort(np.concatenate([begins[units > 0], bounds[:-1]]))
-        cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
-    else:
-        pieces = -(-units // fixed_units)
-        piece = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        cuts = np.repeat(begins, pieces) + piece * fixed_units
-    segment = np.searchsorted(ends, cuts, side="right")
-    offsets = (cuts - begins[segment]) * unit
-    until = np.append(cuts[1:], total) - begins[segment]
-    lengths = np.minimum(until * unit, segments.lengths[segment]) - offsets
-    return _Items(segment, offsets, lengths, np.searchsorted(cuts, bounds))
-
-
-def _segments(tiles: list[tuple[int, int, int, int, int]]) -> _Segments:
-    return _Segments(*np.array(tiles, dtype=np.int64).reshape(-1, 5).T)
-
-
-def _trim(segments: _Segments, visible: NDArray[np.int64]) -> _Segments:
+def _trim(segments: Segments, visible: NDArray[np.int64]) -> Segments:
     """Drop from each segment's front what none of its rows sees; `visible` in the forest's order."""
     if not len(segments.rows):
         return segments
@@ -451,12 +253,3 @@ def _trim(segments: _Segments, visible: NDArray[np.int64]) -> _Segments:
     low = np.minimum.reduceat(np.append(visible, visible[-1]), pairs)[::2]
     starts = np.maximum(segments.starts, low)
     return segments._replace(starts=starts, lengths=np.maximum(0, segments.starts + segments.lengths - starts))
-
-
-def _fill_items(table: NDArray[np.int32], segments: _Segments, items: _Items, entry_starts: NDArray[np.int64]) -> None:
-    columns = table.reshape(-1, ITEM_FIELDS)[: len(items.segment)]
-    columns[:, 0] = segments.rows[items.segment]
-    columns[:, 1] = segments.starts[items.segment] + items.offsets
-    columns[:, 2] = items.lengths
-    columns[:, 3] = entry_starts
-    columns[:, 4] = segments.count[items.segment]

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 from chatserve_kernels.device_plan import make_planner
 from chatserve_kernels.forest import CostModel, find_runs
-from chatserve_kernels.plan import (
-    ENTRY_FIELDS,
-    ITEM_FIELDS,
-    MERGE_FIELDS,
-    DecodePlan,
-    DecodePlanner,
-    PlanError,
-)
+from chatserve_kernels.plan import DecodePlanner
+from chatserve_kernels.work import ENTRY_FIELDS, ITEM_FIELDS, MERGE_FIELDS, DecodePlan, PlanError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

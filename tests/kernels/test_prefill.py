@@ -7,8 +7,8 @@ import pytest
 import torch
 from chatserve_kernels.device_plan import DevicePlan, make_prefill_planner
 from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode, paged_prefill
-from chatserve_kernels.plan import PlanError
 from chatserve_kernels.reference import prefill_attention
+from chatserve_kernels.work import PlanError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
