@@ -379,6 +379,23 @@ async def test_writing_several_lines_leaves_the_reader_at_the_bottom(tab: Tab, a
     assert abs(await tab.page.evaluate(TOP) - await tab.page.evaluate(BOTTOM)) <= 1
 
 
+async def test_editing_keeps_the_box_in_view_and_its_answer_too(tab: Tab, answers: Answers) -> None:
+    answers.say(lambda _question: "Paragraph.\n\n" * 8)
+    question = "Line\n" * 12
+    await tab.ask(question)
+    edit = tab.page.locator(".message.user [data-action=edit]")
+    await tab.page.locator(".message.user .bubble").hover()
+    await edit.click()
+    await tab.page.evaluate(UNTIL_STILL)
+    await expect(tab.page.locator(".edit-text")).to_be_in_viewport(ratio=0.9)
+    await tab.page.fill(".edit-text", "Short")
+    answers.say(lambda _question: "Short too.")
+    await tab.page.press(".edit-text", "Enter")
+    await expect(tab.page.locator(".markdown")).to_have_text("Short too.")
+    await tab.finished()
+    await expect(tab.page.locator("#jump")).to_be_hidden()
+
+
 async def test_an_oversize_text_stays_in_the_box_and_the_socket_goes_on(tab: Tab) -> None:
     await tab.ask("Before")
     large = "0123456789abcdef" * (300 * 64)

@@ -98,9 +98,12 @@ const conversation = new ConversationView(byId("conversation"), follower, {
     announce("Forked to a new chat");
   }),
   remove: (message) => withShown((session) => removeMessage(session, message)),
+  editing: () => follower.stay(),
   edit: async (message, text) => {
     const { shown } = store.state;
-    return shown !== null && (await accepted("The edit was not sent.", actions.edit(shown, message, text)));
+    const sent = shown !== null && (await accepted("The edit was not sent.", actions.edit(shown, message, text)));
+    if (sent) follower.follow();
+    return sent;
   },
   suggest: (text) => composer.fill(text),
 });

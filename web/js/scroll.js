@@ -2,9 +2,9 @@
 /**
  * The one owner of the conversation's scroll position.
  *
- * The theory: either the reader is at the bottom, then the view follows what grows; or not, then nothing moves it. Only
- * the reader's own scrolling changes which of the two holds. The browser's scroll anchoring is off, since it would be a
- * second owner. Nobody else sets `scrollTop`.
+ * The theory: either the reader is at the bottom, then the view follows what grows; or not, then nothing moves it. The
+ * reader's own doings change which of the two holds, and content that shrinks until its bottom is in view. The browser's
+ * scroll anchoring is off, since it would be a second owner. Nobody else sets `scrollTop`.
  */
 
 const AT_BOTTOM_PX = 32;
@@ -30,6 +30,11 @@ export class Follower extends EventTarget {
   follow() {
     this._set(true);
     this._settle();
+  }
+
+  /** Stay here: the reader works on something in the view, and it is about to grow. */
+  stay() {
+    this._set(false);
   }
 
   /**
@@ -64,7 +69,7 @@ export class Follower extends EventTarget {
     if (this.following) {
       this._scroller.scrollTop = this._scroller.scrollHeight;
       this._lastTop = this._scroller.scrollTop;
-    }
+    } else if (this._distance() <= 1) this.following = true;
     this.dispatchEvent(new Event("change"));
   }
 

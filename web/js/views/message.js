@@ -30,6 +30,7 @@ import { ending, progress } from "./standing.js";
  * @property {(message: string) => void} continue
  * @property {(message: string) => void} fork
  * @property {(message: string) => void} remove
+ * @property {() => void} editing  a message is about to become a box to edit it in
  * @property {(message: string, text: string) => Promise<boolean>} edit   whether it was accepted
  */
 
@@ -150,6 +151,7 @@ export class MessageView {
       h("button", { type: "button", class: "button", onclick: close }, "Cancel"),
       h("button", { type: "button", class: "button primary", onclick: () => void save() }, "Send")));
     this._editor = editor;
+    this._handlers.editing();
     this._body.replaceWith(editor);
     text.style.height = `${Math.min(400, text.scrollHeight + 4)}px`;
     text.focus();
