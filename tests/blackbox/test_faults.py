@@ -18,14 +18,14 @@ async def test_a_killed_engine_comes_back_and_the_answer_is_the_undisturbed_one(
     server = start_server()
     async with ChatClient(server.ws_url) as client:
         session, mirror = await client.started_session(params={"temperature": 1.0, "seed": 5})
-        message, reply = await client.say(session, "a long answer please", max_tokens=900)
+        message, reply = await client.say(session, "a long answer please", max_tokens=400)
         await client.until(lambda: len(mirror.messages.get(reply, {}).get("text", "")) > 20)
         await asyncio.to_thread(server.kill, "engine")
         end = await client.ended(session, reply)
         assert end["status"] in {"done", "interrupted"}
         assert mirror.started_times[reply] == 1
         ack = await client.request(
-            "message.regenerate", session=session, message=message, params={"max_tokens": 900, "seed": 5}
+            "message.regenerate", session=session, message=message, params={"max_tokens": 400, "seed": 5}
         )
         await client.ended(session, ack["reply"])
         if end["status"] == "done":
