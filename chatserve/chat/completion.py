@@ -97,7 +97,8 @@ async def complete(
     if core.link.num_waiting >= info.max_queued:
         raise OverloadedError("too many requests are waiting for the model", retry_after_s=2.0)
     detokenizer = Detokenizer(core.encoder.tokenizer.bytes_of, skip_prefix=core.encoder.answer_prefix)
-    listener = _Listener(OutputText(detokenizer, sampling.stop, core.encoder.encode_continuation), core)
+    stop = (*sampling.stop, *core.encoder.stop_strings)
+    listener = _Listener(OutputText(detokenizer, stop, core.encoder.encode_continuation), core)
     run = listener.run = Run(
         name=f"once.{core.new_id()}",
         user=user,

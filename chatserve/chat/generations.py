@@ -88,7 +88,9 @@ class Generations:
             user=live.user,
             session=live.session,
             record=record,
-            output=OutputText(detokenizer, sampling.stop, self._encoder.encode_continuation),
+            output=OutputText(
+                detokenizer, (*sampling.stop, *self._encoder.stop_strings), self._encoder.encode_continuation
+            ),
             on_change=self._on_change,
             monotonic=self._monotonic,
         )

@@ -14,7 +14,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from chatserve.chat.template import FALLBACK_TEMPLATE, ChatTemplate
+from chatserve.chat.template import FALLBACK_STOP, FALLBACK_TEMPLATE, ChatTemplate
 from chatserve.chat.tokenizer import After, Part, TextTokenizer
 from chatserve.errors import StartupError
 
@@ -42,9 +42,14 @@ class PromptEncoder:
         config = _read_json(model_dir / "tokenizer_config.json")
         special = {name: text for name in _TOKEN_NAMES if (text := _token_text(config.get(name))) is not None}
         source = _template_source(model_dir, config)
+        self.stop_strings: tuple[str, ...] = ()
         if source is None:
             log.warning("the model has no chat template; turns are written as 'User:' and 'Assistant:' lines")
-        self.template = ChatTemplate(FALLBACK_TEMPLATE if source is None else source, special)
+            self.stop_strings = (FALLBACK_STOP,)
+            # A model that has always seen it first says nonsense without it.
+            starts = TextTokenizer(model_dir).begins_with(special.get("bos_token", ""))
+            source = ("{{ bos_token }}" if starts else "") + FALLBACK_TEMPLATE
+        self.template = ChatTemplate(source, special)
         self._skeleton = self.template.skeleton
         if self.rewrites_history:
             log.warning(

@@ -35,6 +35,9 @@ FALLBACK_TEMPLATE: Final = (
 )
 """For models that bring no template: turns as lines of a script, `User: …` and `Assistant: …`."""
 
+FALLBACK_STOP: Final = "\nUser:"
+"""Where such an answer ends: a model that was never taught turns goes on with the other's lines too."""
+
 _SYSTEM, _USER, _ANSWER, _USER2, _ANSWER2, _USER3 = (f"zq{name}qz" for name in ("sy", "ua", "aa", "ub", "ab", "uc"))
 _MARKER: Final = re.compile(r"zq(?:sy|ua|aa|ub|ab|uc)qz")
 

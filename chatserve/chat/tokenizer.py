@@ -83,6 +83,10 @@ class TextTokenizer:
         control = self._control.get(content)
         return None if control is None else control.id
 
+    def begins_with(self, content: str) -> bool:
+        """Whether the model's own tokenizer puts this control token before every text."""
+        return self._plain.encode("a").ids[:1] == [self.control_id(content)]
+
     def leading_control(self, text: str) -> int | None:
         """The control token that `text` starts with, white space aside."""
         if self._control_pattern is None:

@@ -10,6 +10,8 @@ import jinja2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from chatserve.chat.detokenizer import Detokenizer
@@ -238,6 +240,23 @@ def test_a_model_without_a_template_gets_plain_lines(encoders: dict[str, PromptE
     encoder = encoders["none"]
     assert encoder.tokenizer.decode(encoder.encode_root("Be brief.", "Hi")) == "Be brief.\n\nUser: Hi\nAssistant:"
     assert encoder.tokenizer.decode(encoder.encode_turn("More")) == "\nUser: More\nAssistant:"
+    assert encoder.stop_strings == ("\nUser:",), "else the model writes the user's next line too"
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_model_without_a_template_sees_first_what_its_tokenizer_puts_first(tmp_path: Path, begins: bool) -> None:
+    make_model_dir(tmp_path, "gemma")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    bos = tokenizer.token_to_id("<bos>")
+    if begins:
+        tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoder = PromptEncoder(tmp_path)
+    assert (encoder.encode_root(None, "Hi")[0] == bos) == begins
+    assert bos not in encoder.encode_turn("More")
 
 
 @pytest.mark.parametrize(
