@@ -5,6 +5,7 @@ Changes nothing that outlives it. Each check is a function of the settings that 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -34,6 +35,7 @@ _GB: Final = 1e9
 _MIN_PULL_BYTES: Final = 1_000_000_000
 _MIN_MEMORY_BYTES: Final = 2_000_000_000
 _PROBE_TIMEOUT_S: Final = 60
+_ANSWER_TIMEOUT_S: Final = 5
 _COLOURS: Final[dict[Level, str]] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 _DEVICE_PROBE: Final = (
@@ -139,12 +141,26 @@ def _available_memory() -> int | None:
 
 def _address(settings: ServeSettings) -> Iterator[Finding]:
     network.check_exposure(settings.host, settings.tokens_file)
-    network.listen(settings.host, settings.port).close()
+    try:
+        network.listen(settings.host, settings.port).close()
+    except StartupError:
+        if not _is_served(settings):
+            raise
+        yield Finding("address", "ok", f"{settings.host}:{settings.port} is served by the ChatServe that runs now")
+        return
     said = f"{settings.host}:{settings.port} is free"
     if settings.tokens_file is None:
         yield Finding("address", "ok", f"{said}; without tokens, everyone on this machine is the user local")
     else:
         yield Finding("address", "ok", f"{said}; tokens are in {settings.tokens_file}")
+
+
+def _is_served(settings: ServeSettings) -> bool:
+    """Whether what answers at the address is the server whose data directory this is."""
+    if not paths.in_use(settings.data_dir):
+        return False
+    host = network.reachable_host(settings.host)
+    return asyncio.run(network.http_status(host, settings.port, "/healthz", timeout_s=_ANSWER_TIMEOUT_S)) == 200
 
 
 def _data_dir(settings: ServeSettings) -> Iterator[Finding]:
@@ -172,8 +188,6 @@ def _directory(what: str, path: Path, least: int) -> Finding:
 
 def _store(settings: ServeSettings) -> Iterator[Finding]:
     if settings.redis_url is not None:
-        import asyncio  # noqa: PLC0415 - for this branch alone
-
         asyncio.run(network.ping_redis(settings.redis_url))
         yield Finding("store", "ok", f"Redis answers at {network.without_password(settings.redis_url)}")
         return

@@ -89,6 +89,19 @@ def lock_data_dir(data_dir: Path) -> filelock.BaseFileLock:
     return lock
 
 
+def in_use(data_dir: Path) -> bool:
+    """Whether a server has the data directory's lock right now."""
+    if not (data_dir / "serve.lock").exists():
+        return False
+    lock = filelock.FileLock(data_dir / "serve.lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return True
+    lock.release()
+    return False
+
+
 def socket_dir(data_dir: Path) -> Path:
     """A private directory for Unix sockets: in the data directory, or where that path is too long for one, in the
     system's temporary directory under a name derived from it.

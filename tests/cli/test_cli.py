@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from chatserve import cli, doctor
 from chatserve.bench import __path__ as bench_path
 from chatserve.config import ServeSettings
 from chatserve.server import auth
+from chatserve.supervisor import paths
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -150,6 +153,30 @@ def test_doctor_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "refusing to listen on 0.0.0.0" in bad.output
     assert "chatserve model pull" in bad.output
     assert not (tmp_path / "data").exists(), "a look must not leave anything"
+
+
+def test_doctor_finds_nothing_wrong_with_a_server_that_runs(tmp_path: Path) -> None:
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/healthz" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = ServeSettings(port=server.server_port, data_dir=tmp_path, cache_dir=tmp_path)
+
+        def address() -> doctor.Finding:
+            return next(each for each in doctor.examine(settings) if each.what == "address")
+
+        assert address().level == "fail", "another program's"
+        lock = paths.lock_data_dir(tmp_path)
+        assert address().level == "ok"
+        lock.release()
+        assert address().level == "fail"
+        server.shutdown()
 
 
 def test_doctor_finds_this_machine_fit(tmp_path: Path) -> None:
