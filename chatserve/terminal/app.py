@@ -236,7 +236,7 @@ async def _main(url: str, token: str | None, session: str | None) -> int:
         async with ChatClient(url, token=token) as client:
             return await ChatApp(client, lines, output).run(session)
     except NotConnectedError as error:
-        output.error(f"chatserve: {error}")
+        output.error(f"chatserve: {error}" + (f"; {error.advice}" if error.advice else ""))
         return 1
 
 

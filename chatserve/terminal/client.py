@@ -19,7 +19,8 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from chatserve.terminal.view import SessionView
 
-_FINAL_CLOSE_CODES: Final = frozenset({4000, 4001, 4003})
+_NOT_AUTHENTICATED: Final = 4001
+_FINAL_CLOSE_CODES: Final = frozenset({4000, _NOT_AUTHENTICATED, 4003})
 _MAX_DELAY_S: Final = 10.0
 _OPEN_TIMEOUT_S: Final = 10.0
 _SILENCE_S: Final = 35.0
@@ -37,7 +38,11 @@ class ServerError(Exception):
 
 
 class NotConnectedError(Exception):
-    """The server cannot be reached, or has closed the connection for good."""
+    """The server cannot be reached, or has closed the connection for good. `advice` says what a person can do."""
+
+    def __init__(self, reason: str, *, advice: str = "") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 class _Pending(msgspec.Struct):
@@ -165,7 +170,12 @@ class ChatClient:
                 except websockets.ConnectionClosed as closed:
                     if closed.rcvd is not None and closed.rcvd.code in _FINAL_CLOSE_CODES:
                         reason = closed.rcvd.reason or f"the server closed the connection with {closed.rcvd.code}"
-                        raise NotConnectedError(reason) from closed
+                        advice = (
+                            "give yours with --token or in CHATSERVE_TOKEN"
+                            if closed.rcvd.code == _NOT_AUTHENTICATED
+                            else ""
+                        )
+                        raise NotConnectedError(reason, advice=advice) from closed
                     if not connected.done():
                         raise NotConnectedError(f"{self._ws_url} closed the connection") from closed
                 # A value error is an address that is none, or an answer that is no frame.
@@ -174,7 +184,10 @@ class ChatClient:
                         error.response.status_code in _FINAL_STATUSES
                     )
                     if refused or not connected.done():
-                        raise NotConnectedError(f"cannot reach {self._ws_url} ({_reason(error)})") from error
+                        raise NotConnectedError(
+                            f"cannot reach {self._ws_url} ({_reason(error)})",
+                            advice="start a server with `chatserve serve`, or name yours with --url",
+                        ) from error
                 finally:
                     self._socket = None
                 async with self._changed:

@@ -130,6 +130,7 @@ def test_chat_without_a_server_is_one_clear_line() -> None:
     done = chatserve("chat", "--url", "http://127.0.0.1:1")
     assert done.returncode == 1
     assert done.stderr.startswith("chatserve: cannot reach ws://127.0.0.1:1/ws")
+    assert done.stderr.endswith("; start a server with `chatserve serve`, or name yours with --url\n")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -174,9 +174,10 @@ async def test_ctrl_c_leaves_an_answer_that_a_lost_connection_holds_up() -> None
 
 async def test_a_wrong_token_ends_the_client_with_the_servers_words() -> None:
     async with FakeServer(token="right") as server:
-        with pytest.raises(NotConnectedError, match="a token is needed"):
+        with pytest.raises(NotConnectedError, match="a token is needed") as refused:
             async with ChatClient(server.url, token="wrong"):
                 pass
+    assert "--token" in refused.value.advice
 
 
 async def test_an_unreachable_server_is_one_sentence() -> None:
