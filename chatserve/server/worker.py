@@ -87,7 +87,13 @@ async def serve(app: Starlette, listener: socket.socket, max_frame_bytes: int, s
 
         async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
             scope["state"] = dict(state or {})
-            await app(scope, receive, send)
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                if not server.should_exit:
+                    raise
+                # A long answer that outlived its grace: not worth a traceback.
+                _log.info("%s was cut off by the end of the server", scope.get("path"))
 
         server = make_server(with_state, max_frame_bytes)
 
