@@ -45,9 +45,19 @@ def option(*names: str, **attrs: Any) -> Callable[[F], F]:
 
 
 _cache_dir = option(
-    "--cache-dir", type=_DIRECTORY, default=default_cache_dir, help="Where downloaded and converted models are kept."
+    "--cache-dir",
+    type=_DIRECTORY,
+    default=default_cache_dir,
+    show_default="the user's cache directory",
+    help="Where downloaded and converted models are kept.",
 )
-_data_dir = option("--data-dir", type=_DIRECTORY, default=default_data_dir, help="Where the conversations are kept.")
+_data_dir = option(
+    "--data-dir",
+    type=_DIRECTORY,
+    default=default_data_dir,
+    show_default="the user's data directory",
+    help="Where the conversations are kept.",
+)
 _model = option(
     "--model",
     default=_DEFAULTS.model,
