@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from tests.blackbox.client import ChatClient
 from tests.blackbox.server import Server
 
@@ -54,11 +56,12 @@ async def test_within_the_grace_a_dropped_socket_stops_nothing(connect: Connect)
         assert (await late.ended(session, reply))["reason"] == "length"
 
 
+@pytest.mark.timeout(400)
 async def test_stops_around_the_last_token_end_each_generation_once(server: Server, connect: Connect) -> None:
     async with connect() as client:
         session, mirror = await client.started_session(params={"max_tokens": 3})
         message, first = await client.turn(session, "short")
-        for n in range(120):
+        for n in range(500):
             ack = await client.request("message.regenerate", session=session, message=message)
             reply = ack["reply"]
             # The stop lands before, at or after the last token, as n goes on.
