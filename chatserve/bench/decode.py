@@ -80,14 +80,14 @@ def time_runner(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_token
         for done in range(0, length, _CHUNK):
             count = min(_CHUNK, length - done)
             row = Row(each.request_id, done, count, (), sample=done + count == length)
-            runner.execute(StepPlan(0, (), Transfers(), new, (row,)))
+            runner.launch(StepPlan(0, (), Transfers(), new, (row,))).wait()
             new = ()
     times.append(time.perf_counter())
     for step in range(num_tokens - 1):
         rows = tuple(Row(each.request_id, len(each.token_ids) + step, 1, (), sample=True) for each in admitted)
-        runner.execute(StepPlan(0, (), Transfers(), (), rows))
+        runner.launch(StepPlan(0, (), Transfers(), (), rows)).wait()
         times.append(time.perf_counter())
-    runner.execute(StepPlan(0, tuple(each.request_id for each in admitted), Transfers(), (), ()))
+    runner.launch(StepPlan(0, tuple(each.request_id for each in admitted), Transfers(), (), ())).wait()
     return times[0] - start, _differences(times)
 
 

@@ -108,11 +108,11 @@ def runner_generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_t
         admitted.append(Admitted(RequestId(str(index)), tuple(prompt), len(prompt), 0, blocks, greedy))
     assert next_block <= runner.num_blocks, f"{next_block} blocks are needed, the pool has {runner.num_blocks}"
     rows = tuple(Row(each.request_id, 0, len(each.token_ids), (), sample=True) for each in admitted)
-    steps = [runner.execute(StepPlan(0, (), Transfers(), tuple(admitted), rows)).token_ids]
+    steps = [runner.launch(StepPlan(0, (), Transfers(), tuple(admitted), rows)).wait().token_ids]
     for step in range(1, num_tokens):
         rows = tuple(Row(each.request_id, len(each.token_ids) + step - 1, 1, (), sample=True) for each in admitted)
-        steps.append(runner.execute(StepPlan(step, (), Transfers(), (), rows)).token_ids)
-    runner.execute(StepPlan(num_tokens, tuple(each.request_id for each in admitted), Transfers(), (), ()))
+        steps.append(runner.launch(StepPlan(step, (), Transfers(), (), rows)).wait().token_ids)
+    runner.launch(StepPlan(num_tokens, tuple(each.request_id for each in admitted), Transfers(), (), ())).wait()
     return [list(text) for text in zip(*steps, strict=True)]
 
 

@@ -33,7 +33,7 @@ from chatserve.engine.messages import (
 from chatserve.engine.pace import FIRST_GUESS_S, Pace
 from chatserve.engine.paths import PathTable, UnknownPathError
 from chatserve.errors import ContextOverflowError, OverloadedError
-from chatserve.sched.plan import StepFailedError, StepPlan, StepResult, Transfers
+from chatserve.sched.plan import StepFailedError, StepPlan, StepResult, TransfersFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,8 +218,8 @@ class Engine:
     def step(self) -> StepOutput | None:
         """Run one step, if there is anything to run, and say what happened since the last. None: nothing.
 
-        Raises what the runner raises where only a new process can go on: while blocks are on the move, because what
-        stands in them is unknown then, and when one step after the other fails.
+        Raises what the runner raises where only a new process can go on: when transfers fail, because what stands in
+        blocks is unknown then, and when one step after the other fails.
         """
         if self._scheduler.has_work or self._stirred:
             plan = self._scheduler.schedule()
@@ -230,13 +230,10 @@ class Engine:
         return self._say(outcome)
 
     def _execute(self, plan: StepPlan) -> Outcome:
-        """Transfers first and alone, so that whatever fails after them leaves every cached block as it should be."""
-        rest = plan
-        if plan.transfers:
-            self._runner.execute(StepPlan(plan.step, (), plan.transfers, (), ()))
-            rest = StepPlan(plan.step, plan.removed, Transfers(), plan.admitted, plan.rows)
         try:
-            result = self._runner.execute(rest)
+            result = self._runner.launch(plan).wait()
+        except TransfersFailedError:
+            raise
         except StepFailedError as error:
             detail = str(error)
         except Exception as error:

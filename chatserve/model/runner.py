@@ -19,7 +19,7 @@ from chatserve.model.kv_storage import KVStorage
 from chatserve.model.loader import choose_device, load_model
 from chatserve.model.shapes import CausalModel, KVShape
 from chatserve.model.sizing import compute_threads, device_blocks, host_blocks
-from chatserve.sched.plan import StepResult
+from chatserve.sched.plan import CompletedStep, StepResult, TransfersFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,8 @@ class _Running:
 class ModelRunner:
     """A model, its KV pools, and the rows of the batch. Implements `sched.plan.Runner`."""
 
+    max_in_flight = 1
+
     def __init__(self, model: CausalModel, storage: KVStorage, backend: AttentionBackend, context_tokens: int) -> None:
         self.model = model
         self.storage = storage
@@ -67,6 +69,7 @@ class ModelRunner:
         self.device = storage.device_pool.device
         self._backend = backend
         self._running: dict[RequestId, _Running] = {}
+        self._background_done: list[int] = []
 
     @property
     def num_blocks(self) -> int:
@@ -77,17 +80,25 @@ class ModelRunner:
         return self.storage.num_host_blocks
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end; see `StepPlan` for the order."""
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        """Run one step to its end, background transfers included; see `StepPlan` for the order."""
         for request_id in plan.removed:
             self._running.pop(request_id, None)
-        if plan.transfers:
+        try:
             self.storage.execute(plan.transfers)
+            self.storage.execute(plan.background)
+        except Exception as error:
+            raise TransfersFailedError(f"step {plan.step}: {type(error).__name__}: {error}") from error
+        if plan.background:
+            self._background_done.append(plan.step)
         for admitted in plan.admitted:
             self._running[admitted.request_id] = self._admit(admitted)
-        if not plan.rows:
-            return StepResult(step=plan.step, token_ids=())
-        return StepResult(step=plan.step, token_ids=self._run(plan.rows))
+        return CompletedStep(StepResult(step=plan.step, token_ids=self._run(plan.rows) if plan.rows else ()))
+
+    def poll_background(self) -> tuple[int, ...]:
+        done = tuple(self._background_done)
+        self._background_done.clear()
+        return done
 
     def check(self) -> None:
         """Every table names blocks that exist, and none holds more tokens than its ids."""

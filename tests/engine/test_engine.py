@@ -10,7 +10,7 @@ import pytest
 from chatserve.engine.engine import Engine
 from chatserve.engine.messages import Cancel, Drain, Hint, Inspect, PathRef, Release
 from chatserve.engine.paths import PathTable
-from chatserve.sched.plan import StepFailedError, StepPlan
+from chatserve.sched.plan import StepFailedError, StepPlan, TransfersFailedError
 from chatserve.types import RequestId, UserId
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
 from tests.fakes.fake_runner import FakeRunner
@@ -403,12 +403,12 @@ def test_a_failed_step_ends_its_requests_with_an_error_and_the_engine_goes_on(er
 def test_an_error_while_blocks_are_on_the_move_ends_the_engine() -> None:
     def fail_on_transfers(plan: StepPlan) -> None:
         if plan.transfers:
-            raise RuntimeError("who knows what stands there now")
+            raise TransfersFailedError("who knows what stands there now")
 
     engine = make_engine(FakeRunner(num_blocks=8, gate=fail_on_transfers))
     engine.handle(make_submit("a", range(60)))
     engine.handle(make_submit("b", range(100, 160)))
-    with pytest.raises(RuntimeError, match="who knows"):
+    with pytest.raises(TransfersFailedError, match="who knows"):
         run_until_idle(engine)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from chatserve.sched.plan import StepPlan, StepResult, Transfers
+from chatserve.sched.plan import CompletedStep, PendingStep, StepPlan, StepResult, Transfers
 from chatserve.types import RequestId, SamplingParams
 
 POISON = 0xDEAD_BEEF
@@ -46,12 +46,13 @@ class _Sequence:
 class FakeRunner:
     """Implements `sched.plan.Runner`.
 
-    `gate` is called with each plan before anything is done with it, so that a test can hold a step or fail it.
+    `gate` is called with each plan before its rows are computed, so that a test can hold a step or fail it.
     `stop_token_id` comes up about once in `stop_one_in` tokens, by the same hash (0: only by chance).
     `script` replaces the hash, for tests that need a certain text.
     """
 
     device = "fake"
+    max_in_flight = 1
 
     def __init__(
         self,
@@ -82,25 +83,36 @@ class FakeRunner:
         self._device = np.full((num_blocks, 2, block_size), POISON, dtype=np.int64)
         self._host = np.full((num_host_blocks, 2, block_size), POISON, dtype=np.int64)
         self._sequences: dict[RequestId, _Sequence] = {}
+        self._background_done: list[int] = []
 
     @property
     def num_sequences(self) -> int:
         """Requests that the runner knows of."""
         return len(self._sequences)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return CompletedStep(self._execute(plan))
+
+    def poll_background(self) -> tuple[int, ...]:
+        done, self._background_done = tuple(self._background_done), []
+        return done
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         if self.keep_plans:
             self.plans.append(plan)
-        if self.gate is not None:
-            self.gate(plan)
         for request_id in plan.removed:
             self._sequences.pop(request_id, None)
         self._transfer(plan.transfers)
+        if plan.background:
+            self._transfer(plan.background)
+            self._background_done.append(plan.step)
         for admitted in plan.admitted:
             assert admitted.request_id not in self._sequences, f"{admitted.request_id} is in the batch already"
             assert 0 <= admitted.num_computed < len(admitted.token_ids)
             assert admitted.num_computed <= len(admitted.block_ids) * self.block_size
             self._sequences[admitted.request_id] = _Sequence(admitted.token_ids, admitted.block_ids, admitted.sampling)
+        if self.gate is not None:
+            self.gate(plan)
         token_ids: list[int] = []
         for row in plan.rows:
             sequence = self._sequences[row.request_id]

@@ -67,7 +67,7 @@ def step(
     removed: Iterable[str] = (),
 ) -> tuple[int, ...]:
     plan = StepPlan(1, tuple(removed), transfers or Transfers(), tuple(admitted), tuple(rows))
-    result = runner.execute(plan)
+    result = runner.launch(plan).wait()
     assert result.step == 1
     runner.check()
     return result.token_ids
