@@ -122,6 +122,12 @@ def cli() -> None:
     default=_DEFAULTS.dtype,
     help="Precision of weights and KV; auto takes float32 on a CPU and 16 bits on a GPU.",
 )
+@option(
+    "--attention",
+    type=click.Choice(["auto", "torch", "triton"]),
+    default=_DEFAULTS.attention,
+    help="Attention by plain torch or by our Triton kernels; auto takes the kernels on a GPU that they are made for.",
+)
 @option("--threads", type=click.IntRange(0), default=_DEFAULTS.threads, help="CPU threads; 0 takes one a core.")
 @_redis_url
 @_tokens_file

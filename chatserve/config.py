@@ -47,6 +47,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """llama: our own definition; hf: transformers' model through our attention; auto: the first that fits."""
     dtype: str = "auto"
     """Of weights and KV: float32, bfloat16 or float16; auto: float32 on a CPU, 16 bits on a GPU."""
+    attention: str = "auto"
+    """torch: plain torch, on any device; triton: our kernels; auto: those on the GPUs and models that they serve."""
     threads: int = 0
     """Compute threads on a CPU; 0: one a physical core."""
     socket_path: Path = Path("engine.sock")
@@ -84,6 +86,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int = 0
     model_impl: str = "auto"
     dtype: str = "auto"
+    attention: str = "auto"
     threads: int = 0
 
     @property

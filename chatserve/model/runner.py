@@ -14,7 +14,8 @@ import torch
 
 from chatserve.errors import StartupError
 from chatserve.model import sampler
-from chatserve.model.attention import AttentionBackend, PackedBatch, TorchAttention
+from chatserve.model.attention import AttentionBackend, PackedBatch
+from chatserve.model.backends import check_choice, choose_backend
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.loader import choose_device, load_model
 from chatserve.model.shapes import CausalModel, KVShape
@@ -172,6 +173,7 @@ def build_runner(settings: EngineSettings) -> ModelRunner:
     torch.backends.cudnn.allow_tf32 = False
     if settings.block_size < 1:
         raise StartupError(f"block-size must be at least 1 token, not {settings.block_size}")
+    check_choice(settings.attention)
     model, dtype = load_model(settings.model_dir, device, settings.model_impl, settings.dtype)
     shape = KVShape(
         num_layers=model.info.num_layers,
@@ -186,7 +188,8 @@ def build_runner(settings: EngineSettings) -> ModelRunner:
     limits = [model.info.context_tokens, num_blocks * settings.block_size]
     if settings.context_tokens:
         limits.append(settings.context_tokens)
-    return ModelRunner(model, storage, TorchAttention(storage), min(limits))
+    backend = choose_backend(settings.attention, storage, model.info.num_heads)
+    return ModelRunner(model, storage, backend, min(limits))
 
 
 def _with_room(array: NDArray[np.int64], size: int) -> NDArray[np.int64]:

@@ -216,6 +216,7 @@ class Supervisor:
             context_tokens=settings.context_tokens,
             model_impl=settings.model_impl,
             dtype=settings.dtype,
+            attention=settings.attention,
             threads=settings.threads,
             socket_path=socket_path,
         )

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from chatserve_kernels.attend import attend_kernel, merge_kernel
 from chatserve_kernels.configs import default_configs, prefill_configs
-from chatserve_kernels.forest_decode import MERGE_WARPS, TileConfig, merge_constants
+from chatserve_kernels.forest_decode import MERGE_WARPS, MIN_DOT, TileConfig, merge_constants
 
 TARGET = GPUTarget("cuda", 90, 32)
 _ELEMENTS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
@@ -59,7 +59,7 @@ def compile_attend(
         types[names.index(name)] = element
     constants = {
         **merge_constants(num_kv_heads * group_size, num_kv_heads, head_dim),
-        "HEAD_PAD": triton.next_power_of_2(head_dim),
+        "HEAD_PAD": max(MIN_DOT, triton.next_power_of_2(head_dim)),
         "BLOCK": block_size,
         "M": config.query_rows,
         "N": config.key_tokens,

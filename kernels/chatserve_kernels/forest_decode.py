@@ -23,6 +23,8 @@ LOG2_E = math.log2(math.e)
 MERGE_ELEMENTS = 4096
 """Numbers of partial results a merging program holds at a time: 32 registers of each of its threads."""
 MERGE_WARPS = 4
+MIN_DOT = 16
+"""The shortest sum that a matrix product computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ def _attend(
             *value.stride()[:3],
             tables.stride(0),
             **constants,
-            HEAD_PAD=triton.next_power_of_2(head_dim),
+            HEAD_PAD=max(MIN_DOT, triton.next_power_of_2(head_dim)),
             BLOCK=block_size,
             M=config.query_rows,
             N=config.key_tokens,
