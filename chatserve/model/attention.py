@@ -15,7 +15,7 @@ token has been written to are cleared in the gathered copy, never only masked: z
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -25,7 +25,7 @@ from chatserve.model.attention_plan import AttentionPlan, DecodeGroup, PackedBat
 if TYPE_CHECKING:
     from chatserve.model.kv_storage import KVStorage
 
-__all__ = ["AttentionBackend", "KVWriter", "PackedBatch", "StepAttention", "TorchAttention", "TorchStep"]
+__all__ = ["AttentionBackend", "PackedBatch", "StepAttention", "StoredAttention", "TorchAttention", "TorchStep"]
 
 
 class AttentionBackend(Protocol):
@@ -57,6 +57,32 @@ class StepAttention(Protocol):
         ...
 
 
+@runtime_checkable
+class StoredAttention(StepAttention, Protocol):
+    """A `StepAttention` that also attends over keys and values that somebody else has put into the pool, as a kernel
+    does that rotates keys on their way there."""
+
+    slots: torch.Tensor
+    """int64 [num_tokens], where the batch's keys and values go: block * block_size + token in it; -1: padding, stored
+    nowhere."""
+
+    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim], views of the pool."""
+        ...
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """As `attend`, after its store."""
+        ...
+
+
 @dataclass(slots=True)
 class TorchStep:
     """`StepAttention` in plain torch."""
@@ -81,7 +107,7 @@ class TorchStep:
         softcap: float | None = None,
     ) -> torch.Tensor:
         backend = self.backend
-        backend.writer.write(layer, key, value, self.key_slots, self.value_slots)
+        backend.write(layer, key, value, self.key_slots, self.value_slots)
         plan = self.plans.get(window)
         if plan is None:
             plan = self.plans[window] = backend.plan(self.batch, window)
@@ -97,30 +123,6 @@ class TorchStep:
         return out
 
 
-class KVWriter:
-    """Puts new keys and values into the slots that `Planner.slots` gives."""
-
-    def __init__(self, storage: KVStorage) -> None:
-        shape = storage.shape
-        self._head_dim = shape.head_dim
-        by_slot = storage.device_pool.view(-1, shape.head_dim)
-        layer_slots = 2 * shape.num_kv_heads * shape.block_size
-        # A layer is a shift of the same indices, so that they are computed once a step.
-        self._slots = [by_slot[layer * layer_slots :] for layer in range(shape.num_layers)]
-
-    def write(
-        self,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_slots: torch.Tensor,
-        value_slots: torch.Tensor,
-    ) -> None:
-        """Store keys and values, each [num_tokens, num_kv_heads, head_dim]."""
-        self._slots[layer].index_copy_(0, key_slots, key.reshape(-1, self._head_dim))
-        self._slots[layer].index_copy_(0, value_slots, value.reshape(-1, self._head_dim))
-
-
 class TorchAttention:
     """`AttentionBackend` in plain torch, on any device."""
 
@@ -132,9 +134,10 @@ class TorchAttention:
         self._planner = Planner(storage)
         layer_rows = 2 * shape.num_kv_heads
         by_head = pool.view(-1, shape.block_size * shape.head_dim)
-        self.writer = KVWriter(storage)
-        # As in `KVWriter`, a layer is a shift.
+        by_slot = pool.view(-1, shape.head_dim)
+        # A layer is a shift of the same indices, so that they are computed once a step.
         self._heads = [by_head[layer * layer_rows :] for layer in range(shape.num_layers)]
+        self._slots = [by_slot[layer * layer_rows * shape.block_size :] for layer in range(shape.num_layers)]
         self._scratch = torch.empty(0, dtype=pool.dtype, device=pool.device)
 
     def prepare(self, batch: PackedBatch) -> TorchStep:
@@ -143,6 +146,19 @@ class TorchAttention:
 
     def plan(self, batch: PackedBatch, window: int | None) -> AttentionPlan:
         return self._planner.plan(batch, window)
+
+    def write(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_slots: torch.Tensor,
+        value_slots: torch.Tensor,
+    ) -> None:
+        """Store keys and values, each [num_tokens, num_kv_heads, head_dim]."""
+        head_dim = self._shape.head_dim
+        self._slots[layer].index_copy_(0, key_slots, key.reshape(-1, head_dim))
+        self._slots[layer].index_copy_(0, value_slots, value.reshape(-1, head_dim))
 
     def decode(
         self, layer: int, query: torch.Tensor, group: DecodeGroup, scale: float, softcap: float | None

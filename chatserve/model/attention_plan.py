@@ -33,6 +33,16 @@ class PackedBatch(NamedTuple):
     tables: NDArray[np.int64]
 
 
+def token_slots(batch: PackedBatch, block_size: int) -> NDArray[np.int64]:
+    """Where each token's KV goes, int64 [num_tokens]: block * block_size + token in it."""
+    row_of_token = np.repeat(np.arange(len(batch.starts)), batch.lengths)
+    first_token = np.cumsum(batch.lengths) - batch.lengths
+    positions = np.arange(len(row_of_token)) + (batch.starts - first_token)[row_of_token]
+    slots: NDArray[np.int64] = batch.tables[row_of_token, positions // block_size] * block_size
+    slots += positions % block_size
+    return slots
+
+
 class DecodeGroup(NamedTuple):
     """Decode rows of similar length, padded to `num_keys`."""
 
@@ -81,11 +91,8 @@ class Planner:
     def slots(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Where keys and values go in layer 0, each int64 [num_tokens · num_kv_heads]."""
         shape = self._shape
-        row_of_token = np.repeat(np.arange(len(batch.starts)), batch.lengths)
-        first_token = np.cumsum(batch.lengths) - batch.lengths
-        positions = np.arange(len(row_of_token)) - first_token[row_of_token] + batch.starts[row_of_token]
-        blocks = batch.tables[row_of_token, positions // shape.block_size]
-        slots = blocks * (self._block_rows * shape.block_size) + positions % shape.block_size
+        blocks, in_block = np.divmod(token_slots(batch, shape.block_size), shape.block_size)
+        slots = blocks * (self._block_rows * shape.block_size) + in_block
         heads = np.arange(shape.num_kv_heads, dtype=np.int64) * shape.block_size
         key_slots = (slots[:, None] + heads).reshape(-1)
         return self._tensor(key_slots), self._tensor(key_slots + shape.num_kv_heads * shape.block_size)

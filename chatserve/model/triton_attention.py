@@ -20,13 +20,15 @@ from chatserve_kernels.configs import default_configs, prefill_configs
 from chatserve_kernels.device_plan import DevicePlan, make_planner, make_prefill_planner
 from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode, paged_prefill
+from chatserve_kernels.paged_kv import store_kv
 from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
 
-from chatserve.model.attention import KVWriter, PackedBatch
-from chatserve.model.attention_plan import Planner
+from chatserve.model.attention_plan import PackedBatch, token_slots
+from chatserve.model.block_tables import ALIGNMENT
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DecodeConfigs
+    from chatserve_kernels.work import PlanLayout
     from numpy.typing import NDArray
 
     from chatserve.model.kv_storage import KVStorage
@@ -42,8 +44,6 @@ _SMALLEST_CAPACITY = 16
 _CAPACITY_FACTOR = 8
 _INTERPRETED_PROCESSORS = 2
 """An interpreter runs programs one by one; so few still cut the work in several places."""
-_TABLE_WIDTH = 16
-"""Tables are padded to a multiple of this, so that kernels are not compiled again for every alignment of a row."""
 
 
 def is_interpreted() -> bool:
@@ -146,12 +146,14 @@ class _Kernel:
 
 @dataclass(slots=True)
 class TritonStep:
-    """`StepAttention` by the kernels."""
+    """`StoredAttention` by the kernels."""
 
     backend: TritonAttention
-    key_slots: torch.Tensor
-    value_slots: torch.Tensor
+    slots: torch.Tensor
     parts: list[_Rows]
+
+    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.backend.layers[layer]
 
     def attend(
         self,
@@ -164,11 +166,19 @@ class TritonStep:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        backend = self.backend
-        backend.writer.write(layer, key, value, self.key_slots, self.value_slots)
-        if query.stride(-1) != 1:
-            query = query.contiguous()
-        keys, values = backend.layers[layer]
+        store_kv(key, value, *self.caches(layer), self.slots)
+        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap)
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        keys, values = self.caches(layer)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for rows in self.parts:
             rows.attend(query, keys, values, out, scale, window, softcap)
@@ -182,12 +192,12 @@ class TritonAttention:
     def __init__(self, storage: KVStorage, num_heads: int, *, cost: CostModel | None = None) -> None:
         assert why_not(storage, num_heads) is None
         shape, pool = storage.shape, storage.device_pool
-        self.writer = KVWriter(storage)
+        self.device = pool.device
+        self.block_size = shape.block_size
         self.layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(shape.num_layers)]
+        """Keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         self._storage = storage
         self._num_heads = num_heads
-        self._slots = Planner(storage)
-        self._device = pool.device
         self._is_half = pool.dtype.itemsize == 2
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * pool.dtype.itemsize
         self._cost = CostModel.measured(token_bytes) if cost is None else cost
@@ -196,11 +206,13 @@ class TritonAttention:
             if pool.is_cuda
             else _INTERPRETED_PROCESSORS
         )
+        self.small_rows = self._decode_configs(1).alone.query_rows // (num_heads // shape.num_kv_heads)
+        """Rows of one small tile: so few never share widely."""
         self._decode: dict[int, _Kernel] = {}
         self._prefill: dict[int, _Kernel] = {}
 
     def prepare(self, batch: PackedBatch) -> TritonStep:
-        key_slots, value_slots = self._slots.slots(batch)
+        slots = self._to_device(token_slots(batch, self.block_size))
         first_tokens = np.cumsum(batch.lengths) - batch.lengths
         parts = []
         is_decode = batch.lengths == 1
@@ -209,7 +221,44 @@ class TritonAttention:
         if num_rows < len(is_decode):
             kernel = self._prefill_kernel(int(batch.lengths.sum()) - num_rows)
             parts.append(self._rows(kernel, batch, first_tokens, np.flatnonzero(~is_decode)))
-        return TritonStep(self, key_slots, value_slots, parts)
+        return TritonStep(self, slots, parts)
+
+    def decode_planner(self, max_rows: int) -> tuple[DecodePlanner, DecodeConfigs]:
+        """A planner for up to so many decode rows, and the tiles that it plans for."""
+        shape = self._storage.shape
+        configs = self._decode_configs(max_rows)
+        planner = make_planner(
+            configs,
+            num_processors=self._num_processors,
+            max_rows=max_rows,
+            max_context=self._storage.num_blocks * shape.block_size,
+            num_heads=self._num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=shape.block_size,
+            cost=self._cost,
+        )
+        return planner, configs
+
+    def prefill_planner(self, max_tokens: int, max_rows: int) -> tuple[PrefillPlanner, DecodeConfigs]:
+        """A planner for up to so many new tokens of so many rows, and its tiles."""
+        shape = self._storage.shape
+        configs = prefill_configs(shape.head_dim, is_half=self._is_half)
+        if self.device.type != "cuda":
+            configs = replace(configs, merge_programs=_INTERPRETED_PROCESSORS)
+        planner = make_prefill_planner(
+            configs,
+            num_processors=self._num_processors,
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            num_heads=self._num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=shape.block_size,
+        )
+        return planner, configs
+
+    def workspace(self, layout: PlanLayout) -> DecodeWorkspace:
+        shape = self._storage.shape
+        return DecodeWorkspace(layout, self._num_heads, shape.num_kv_heads, shape.head_dim, self.device)
 
     def _rows(
         self, kernel: _Kernel, batch: PackedBatch, first_tokens: NDArray[np.int64], which: NDArray[np.intp]
@@ -222,7 +271,7 @@ class TritonAttention:
         else:
             within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             tokens = self._to_device(np.repeat(first_tokens[which], lengths) + within)
-        width = -(-batch.tables.shape[1] // _TABLE_WIDTH) * _TABLE_WIDTH
+        width = -(-batch.tables.shape[1] // ALIGNMENT) * ALIGNMENT
         tables = np.zeros((len(which), width), dtype=np.int32)
         tables[:, : batch.tables.shape[1]] = batch.tables[which]
         return _Rows(kernel, tokens, starts, lengths, tables, self._to_device(tables), {})
@@ -230,48 +279,23 @@ class TritonAttention:
     def _decode_kernel(self, num_rows: int) -> _Kernel:
         max_rows = _capacity(num_rows)
         if max_rows not in self._decode:
-            shape = self._storage.shape
-            configs = self._configs(default_configs(shape.head_dim, is_half=self._is_half, max_rows=max_rows))
-            planner = make_planner(
-                configs,
-                num_processors=self._num_processors,
-                max_rows=max_rows,
-                max_context=self._storage.num_blocks * shape.block_size,
-                num_heads=self._num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                block_size=shape.block_size,
-                cost=self._cost,
-            )
-            self._decode[max_rows] = self._kernel(planner, configs)
+            planner, configs = self.decode_planner(max_rows)
+            self._decode[max_rows] = _Kernel(planner, configs, self.workspace(planner.layout), self.device)
         return self._decode[max_rows]
 
     def _prefill_kernel(self, num_tokens: int) -> _Kernel:
         max_tokens = _capacity(num_tokens)
         if max_tokens not in self._prefill:
-            shape = self._storage.shape
-            configs = self._configs(prefill_configs(shape.head_dim, is_half=self._is_half))
-            planner = make_prefill_planner(
-                configs,
-                num_processors=self._num_processors,
-                max_tokens=max_tokens,
-                max_rows=max_tokens // 2,  # a row of one token is a decode row
-                num_heads=self._num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                block_size=shape.block_size,
-            )
-            self._prefill[max_tokens] = self._kernel(planner, configs)
+            planner, configs = self.prefill_planner(max_tokens, max_tokens // 2)  # a row of one token is a decode row
+            self._prefill[max_tokens] = _Kernel(planner, configs, self.workspace(planner.layout), self.device)
         return self._prefill[max_tokens]
 
-    def _kernel(self, planner: DecodePlanner | PrefillPlanner, configs: DecodeConfigs) -> _Kernel:
-        shape = self._storage.shape
-        workspace = DecodeWorkspace(planner.layout, self._num_heads, shape.num_kv_heads, shape.head_dim, self._device)
-        return _Kernel(planner, configs, workspace, self._device)
-
-    def _configs(self, configs: DecodeConfigs) -> DecodeConfigs:
-        return configs if self._device.type == "cuda" else replace(configs, merge_programs=_INTERPRETED_PROCESSORS)
+    def _decode_configs(self, max_rows: int) -> DecodeConfigs:
+        configs = default_configs(self._storage.shape.head_dim, is_half=self._is_half, max_rows=max_rows)
+        return configs if self.device.type == "cuda" else replace(configs, merge_programs=_INTERPRETED_PROCESSORS)
 
     def _to_device(self, array: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self.device)
 
 
 def _capacity(size: int) -> int:

@@ -1,8 +1,7 @@
 """A decode plan on the device: where it lies, and how a new one gets there without waiting.
 
 The buffer's addresses never change, so that a captured graph reads whatever plan was sent last. A plan is one packed
-copy from one of two pinned buffers, each guarded by an event: a buffer is not overwritten before the copy out of it,
-perhaps still queued behind a whole step, has been made. Must not know what the plan's numbers mean.
+copy from a pinned ring (`staging`). Must not know what the plan's numbers mean.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
+from chatserve_kernels.staging import PinnedRing
 from chatserve_kernels.work import ENTRY_FIELDS, ITEM_FIELDS, MERGE_FIELDS, DecodePlan, PlanLayout, TileShape
 
 if TYPE_CHECKING:
     from chatserve_kernels.forest import CostModel
     from chatserve_kernels.forest_decode import TileConfig
-
-STAGING_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,7 @@ class DevicePlan:
         self.window: int | None = None
         self.is_causal = False
         self._packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
-        self._pinned = device.type == "cuda"
-        self._staging = [
-            torch.empty(layout.size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(STAGING_BUFFERS)
-        ]
-        self._copied: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
-        self._next = 0
+        self._ring = PinnedRing(self._packed)
         self._starts = {False: self._packed[layout.alone_starts], True: self._packed[layout.beside_starts]}
         self.wide_starts = self._packed[layout.wide_starts]
         self.last_positions = self._packed[layout.last_positions]
@@ -65,17 +58,8 @@ class DevicePlan:
         return self._starts[self.with_wide]
 
     def send(self, plan: DecodePlan) -> None:
-        copied = self._copied[self._next]
-        if copied is not None:
-            copied.synchronize()
-        staging = self._staging[self._next]
-        staging.numpy()[:] = plan.packed
-        self._packed.copy_(staging, non_blocking=self._pinned)
-        if self._pinned:
-            event = torch.cuda.Event()
-            event.record()
-            self._copied[self._next] = event
-        self._next = (self._next + 1) % STAGING_BUFFERS
+        self._ring.acquire()[:] = plan.packed
+        self._ring.send()
         self.num_rows, self.with_wide, self.window = plan.num_rows, plan.with_wide, plan.window
         self.is_causal = plan.is_causal
 

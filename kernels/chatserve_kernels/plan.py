@@ -221,11 +221,19 @@ class PrefillPlanner:
             max_partials=2 * tile.num_slots * self._tokens,  # the segments on both sides of each cut
         )
 
-    def plan(self, starts: NDArray[np.int64], lengths: NDArray[np.int64], *, window: int | None = None) -> DecodePlan:
-        """Row i's tokens `starts[i]` to `starts[i] + lengths[i]` are new; the batch holds one row's after another's."""
+    def plan(
+        self,
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        *,
+        window: int | None = None,
+        num_padding: int = 0,
+    ) -> DecodePlan:
+        """Row i's tokens `starts[i]` to `starts[i] + lengths[i]` are new; the batch holds one row's after another's,
+        and `num_padding` more tokens, for which nothing is read or written."""
         num_tokens = int(lengths.sum())
-        if num_tokens > self.layout.max_rows:
-            raise PlanError(f"expected at most {self.layout.max_rows} tokens, got {num_tokens}")
+        if num_tokens + num_padding > self.layout.max_rows:
+            raise PlanError(f"expected at most {self.layout.max_rows} tokens, got {num_tokens} and {num_padding} more")
         tiles = -(-lengths // self._tokens)
         rows = np.repeat(np.arange(len(lengths)), tiles)
         offsets = (np.arange(len(rows)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * self._tokens
@@ -241,8 +249,11 @@ class PrefillPlanner:
         nothing = segments_of([])
         nothing_cut = cut(nothing, nothing.lengths, unit, self._tile.num_slots, None)
         positions = np.arange(num_tokens) - np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
+        positions = np.append(positions, np.full(num_padding, -1))
         work = Work(nothing, nothing_cut, segments, items)
-        return pack(self.layout, np.arange(num_tokens), positions, work, window, with_wide=True, is_causal=True)
+        return pack(
+            self.layout, np.arange(num_tokens + num_padding), positions, work, window, with_wide=True, is_causal=True
+        )
 
 
 def _trim(segments: Segments, visible: NDArray[np.int64]) -> Segments:

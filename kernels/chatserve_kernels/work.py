@@ -191,6 +191,17 @@ def pack(
     return DecodePlan(packed, len(order), with_wide, num_partials, window, is_causal=is_causal)
 
 
+def rename_tables(layout: PlanLayout, plan: DecodePlan, table_rows: NDArray[np.int64]) -> DecodePlan:
+    """The plan, changed in place to read the table `table_rows[i]` where it said i: for tables that are kept in rows of
+    their own. Rows past its end are padding, which reads none."""
+    renamed = np.zeros(layout.max_rows, dtype=np.int32)
+    renamed[: len(table_rows)] = table_rows
+    for items in (layout.small_items, layout.wide_items):
+        named = plan.packed[items].reshape(-1, ITEM_FIELDS)[:, 0]
+        named[:] = renamed[named]
+    return plan
+
+
 def cut(segments: Segments, units: NDArray[np.int64], unit: int, num_slots: int, fixed_units: int | None) -> Items:
     """Lay the segments, of `units` key tiles each, end to end, and cut them into equal shares.
 
