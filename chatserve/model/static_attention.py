@@ -1,8 +1,8 @@
 """Attention for captured graphs: steps of a fixed shape over buffers whose addresses never change.
 
 A `StaticStep` is a `StepAttention` whose launches are the same for every batch that fits its shape; what differs lies
-in device memory, and `send` puts it there before a replay. Its tokens have fixed places: decode row i is token i, padded
-to `max_rows`, and the tokens of prompts follow from `max_rows` on, one row's after another's, padded to `max_tokens`.
+in device memory, and `send` puts it there before a replay. Its tokens have fixed places: decode row i is token i,
+padded to `max_rows`, and the tokens of prompts follow from there, one row's after another's, padded to `max_tokens`.
 Padding is stored nowhere and reads nothing; what attention gives it is unspecified, but rows never mix.
 
 A step sends two copies from pinned rings: the plan, and positions, slots and new table entries in one. All steps of a
