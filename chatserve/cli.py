@@ -132,6 +132,16 @@ def cli() -> None:
 @_redis_url
 @_tokens_file
 @option(
+    "--kv-snapshot",
+    type=_DIRECTORY,
+    help="Directory in which cached KV outlives a restart: written at the end (up to 20 s), read as it is needed.",
+)
+@option(
+    "--kv-snapshot-limit",
+    default=_DEFAULTS.kv_snapshot_limit,
+    help="Most KV in the snapshot, the most recently used first: bytes (512M, 4G) or blocks (64blocks).",
+)
+@option(
     "--allowed-origin",
     "allowed_origins",
     multiple=True,
@@ -170,6 +180,8 @@ def serve(data_dir: Path, cache_dir: Path, **options: Any) -> None:
     from chatserve.supervisor.supervisor import Supervisor  # noqa: PLC0415
 
     options["host"] = options["host"].strip("[]")  # an IPv6 address as URLs have it
+    if options["kv_snapshot"] is not None:
+        options["kv_snapshot"] = options["kv_snapshot"].absolute()
     settings = ServeSettings(data_dir=data_dir.absolute(), cache_dir=cache_dir.absolute(), **options)
 
     async def run() -> int:

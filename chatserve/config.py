@@ -7,11 +7,14 @@ other module looks at the environment for our own variables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
+
+KV_SNAPSHOT_S: Final = 20.0
+"""Longest time that an engine takes to write its KV snapshot when it ends."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """torch: plain torch, on any device; triton: our kernels; auto: those on the GPUs and models that they serve."""
     threads: int = 0
     """Compute threads on a CPU; 0: one a physical core."""
+    kv_snapshot: Path | None = None
+    """Directory in which KV outlives an orderly end; None: it does not."""
+    kv_snapshot_limit: str = "16G"
+    """Most KV in it, as `kv_cache_memory` is given."""
     socket_path: Path = Path("engine.sock")
 
 
@@ -88,6 +95,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     attention: str = "auto"
     threads: int = 0
+    kv_snapshot: Path | None = None
+    kv_snapshot_limit: str = "16G"
 
     @property
     def run_dir(self) -> Path:

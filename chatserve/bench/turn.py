@@ -1,7 +1,9 @@
-"""First token of a next turn, by where the history's KV is: on the device, on the host, or nowhere.
+"""First token of a next turn, by where the history's KV is: on the device, on the host, in a snapshot, or nowhere.
 
 Drives the engine in this process, without sockets: what is measured is scheduling, swapping and the model. Random token
-ids cost what real ones do. The three cases are interleaved in one run, and their ratios are what counts.
+ids cost what real ones do. The cases are interleaved in one run, and their ratios are what counts. For the snapshot the
+engine is ended and a new one made around the same model, whose first request this is; the file is in the system's
+cache, as after any restart but the machine's.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from chatserve.engine.messages import PathRef
 
 USER = UserId("bench")
+CASES = ("gone", "snapshot", "host", "resident")
 
 
 class Driver:
@@ -40,7 +44,7 @@ class Driver:
     def first_token(
         self, base: PathRef | None, token_ids: Sequence[int], num_output: int = 1
     ) -> tuple[float, Finished]:
-        """Seconds until the first token, and how the request ended."""
+        """Seconds until the first token, and how the request ended. `base` counts with the engine that gave it."""
         self.count += 1
         request_id = RequestId(str(self.count))
         num_tokens = len(token_ids) + (base.num_tokens if base else 0)
@@ -71,6 +75,11 @@ class Driver:
 
 def run(history: int = 2_000, new: int = 20, repeats: int = 5, model: str = "smollm2-135m") -> dict[str, Any]:
     """Median seconds to the first token of each case."""
+    with tempfile.TemporaryDirectory() as directory:
+        return _run(history, new, repeats, model, Path(directory))
+
+
+def _run(history: int, new: int, repeats: int, model: str, snapshot: Path) -> dict[str, Any]:
     cache_dir = default_cache_dir()
     model_dir = resolve(model, cache_dir) or pull(model, cache_dir, lambda *_: None)
     block_size = 16
@@ -81,6 +90,7 @@ def run(history: int = 2_000, new: int = 20, repeats: int = 5, model: str = "smo
         block_size=block_size,
         kv_cache_memory=f"{2 * blocks}blocks",
         host_cache_memory=f"{8 * blocks}blocks",
+        kv_snapshot=snapshot,
     )
     runner = build_runner(settings)
     driver = Driver(build_engine(settings, runner))
@@ -90,9 +100,10 @@ def run(history: int = 2_000, new: int = 20, repeats: int = 5, model: str = "smo
         return [rng.randrange(1_000, runner.vocab_size) for _ in range(count)]
 
     driver.first_token(None, tokens(new))
-    times: dict[str, list[float]] = {"resident": [], "host": [], "gone": []}
+    times: dict[str, list[float]] = {name: [] for name in (*CASES, "save")}
     for _ in range(repeats):
-        seconds, end = driver.first_token(None, tokens(history + new))
+        prompt = tokens(history + new)
+        seconds, end = driver.first_token(None, prompt)
         times["gone"].append(seconds)
         seconds, _ = driver.first_token(end.path, tokens(new))
         times["resident"].append(seconds)
@@ -100,6 +111,12 @@ def run(history: int = 2_000, new: int = 20, repeats: int = 5, model: str = "smo
             driver.first_token(None, tokens(history))
         seconds, _ = driver.first_token(end.path, tokens(new))
         times["host"].append(seconds)
+        start = time.perf_counter()
+        driver.engine.save_snapshot()
+        times["save"].append(time.perf_counter() - start)
+        driver = Driver(build_engine(settings, runner))
+        seconds, end = driver.first_token(None, [*prompt, *tokens(new)])
+        times["snapshot"].append(seconds)
     return {
         "model": model,
         "device": str(runner.device),
@@ -120,6 +137,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = run(options.history, options.new, options.repeats, options.model)
     seconds = results["seconds"]
     print(f"{results['model']} on {results['device']}: {results['new']} new tokens on {results['history']:,}")
-    for name in ("gone", "host", "resident"):
+    for name in CASES:
         sooner = seconds["gone"] / seconds[name]
         print(f"  history {name:8}: first token after {seconds[name] * 1e3:8.1f} ms ({sooner:.1f} x)")

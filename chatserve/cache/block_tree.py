@@ -38,6 +38,7 @@ class BlockTree:
         "root",
         "spare_copies",
         "tags",
+        "unread",
     )
 
     def __init__(self, block_size: int) -> None:
@@ -49,6 +50,8 @@ class BlockTree:
         """Idle nodes on the host alone, without any child."""
         self.spare_copies: dict[Node, None] = {}
         """Nodes on both tiers, in the order in which they came to be so."""
+        self.unread: dict[Node, tuple[int, int]] = {}
+        """Nodes whose host block has still to be filled from a snapshot: the block's index there and its checksum."""
         self.num_idle = 0
         """Idle nodes on the device: each can be evicted, leaves first."""
         self.num_protected = 0
@@ -73,12 +76,29 @@ class BlockTree:
 
     def insert(self, parent: Node, key: bytes, block_id: BlockId) -> Node:
         """A new node on the device."""
+        node = self._add(parent, key)
+        self.place(node, block_id)
+        return node
+
+    def insert_unread(
+        self, parent: Node, key: bytes, host_block_id: HostBlockId, place: tuple[int, int], *, last_used: int
+    ) -> Node:
+        """A new node on the host whose bytes have still to be read from `place`. Newer ones count as used later."""
+        node = self._add(parent, key)
+        node.last_used = last_used
+        self._clock = max(self._clock, last_used)
+        self.unread[node] = place
+        self.mark_branch(parent)
+        self.place_on_host(node, host_block_id)
+        self._refresh(parent)
+        return node
+
+    def _add(self, parent: Node, key: bytes) -> Node:
         node = Node(parent, key)
         if parent.children is None:
             parent.children = Siblings()
         parent.children.add(node)
         self.tags.hold(node.tag)
-        self.place(node, block_id)
         return node
 
     def mark_branch(self, parent: Node) -> None:
@@ -161,6 +181,7 @@ class BlockTree:
         host_block_id = node.host_block_id
         assert host_block_id is not None
         node.host_block_id = None
+        self.unread.pop(node, None)
         self.num_protected_on_host -= node.standing == PROTECTED
         self._refresh(node)
         return host_block_id
@@ -244,6 +265,11 @@ class BlockTree:
         host_leaves = [n for n in on_host if n.block_id is None and not n.num_pins and not n.children]
         assert len(self.host_leaves) == len(host_leaves)
         assert all(node in self.host_leaves for node in host_leaves)
+        for node in self.unread:
+            assert node.host_block_id is not None, "a block that is to be read has no place"
+            assert node.block_id is None, "on the device, and its copy on the host has still to be read"
+            assert not node.num_pins, "in use before it was read"
+        assert self.unread.keys() <= set(on_host), "a removed node is to be read"
         assert set(self.spare_copies) == {node for node in on_device if node.host_block_id is not None}
         for ids in ([n.block_id for n in on_device], [n.host_block_id for n in on_host]):
             assert len(set(ids)) == len(ids), "two nodes have the same block"

@@ -24,12 +24,14 @@ from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.host_pool import HostPool
 from chatserve.cache.invariants import check_cache
 from chatserve.cache.lease import Lease
+from chatserve.cache.manifest_builder import ManifestBuilder
 from chatserve.cache.node import Node
 from chatserve.cache.pager import Pager
 from chatserve.cache.publisher import Publisher
 from chatserve.cache.search import Path
 from chatserve.cache.siblings import TOKEN_BYTES, pack
 from chatserve.cache.transfers import TransferBook
+from chatserve.cache.unread import UnreadBlocks
 from chatserve.engine.messages import PoolCounts
 from chatserve.sched.plan import Transfers
 from chatserve.types import BlockId, RequestId, Scope, UserId
@@ -80,6 +82,8 @@ class KVManager:
         self._transfers = TransferBook(self._tree, self._device, self._host)
         self._pager = Pager(self._tree, self._device, self._host, self._transfers)
         self._publisher = Publisher(self._tree, self._device, self._transfers, self._pager)
+        self.unread = UnreadBlocks(self._tree, self._host, self._pager)
+        """What a snapshot holds and nobody has needed yet."""
         self._leases: dict[RequestId, Lease] = {}
         self._num_preemptions = 0
 
@@ -92,6 +96,10 @@ class KVManager:
         if path.fork is not None and path.fork.block_id is None:
             num_swapped += path.fork_tokens
         return PrefixMatch(len(path.nodes) * self.block_size + path.fork_tokens - num_swapped, num_swapped)
+
+    def awaits_reading(self, token_ids: Sequence[int], user: UserId) -> bool:
+        """Whether some of the sequence's KV has still to be read from a snapshot; it is read first from now on."""
+        return self.unread.want(token_ids[:-1], user)
 
     def admit(
         self, request_id: RequestId, token_ids: Sequence[int], user: UserId, num_shared_tokens: int
@@ -186,6 +194,7 @@ class KVManager:
 
     def hint(self, token_ids: Sequence[int], user: UserId) -> None:
         """A request for this path is likely soon: count it as used, and bring it back as far as blocks are free."""
+        self.unread.want(token_ids, user)
         path = search.find(self._tree, pack(token_ids), Scope(user))
         nodes = path.nodes if path.fork is None else (*path.nodes, path.fork)
         if not nodes:
@@ -205,13 +214,17 @@ class KVManager:
         A block in which any of the first `num_kept_tokens` stands is kept: the conversation goes on from there.
         """
         num_kept = -(-num_kept_tokens // self.block_size)
-        for path in reversed(search.paths(self._tree, pack(token_ids), Scope(user))):
+        for path in reversed(search.paths(self._tree, pack(token_ids), Scope(user), with_unread=True)):
             whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
             nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
             for node in reversed(nodes[num_kept:]):
                 if node.is_public or node.num_pins or node.children or not self._tree.is_attached(node):
                     break
                 self._pager.forget(node)
+
+    def manifest_builder(self) -> ManifestBuilder:
+        """For a snapshot of all that is cached. Nothing may run, and no transfer be planned or under way."""
+        return ManifestBuilder(self._tree)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +253,8 @@ class KVManager:
             "swapped_in_blocks": self._transfers.num_swapped_in,
             "dropped_blocks": self._pager.num_dropped + self._host.num_dropped,
             "preemptions": self._num_preemptions,
+            "restored_blocks": self.unread.num_read,
+            "damaged_blocks": self.unread.num_damaged,
         }
 
     def wasted_slots(self) -> int:

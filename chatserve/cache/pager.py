@@ -49,7 +49,7 @@ class Pager:
             victim = self.victim()
             assert victim is not None, "fewer blocks than were counted as available"
             if not self._leave_device(victim):
-                self._drop(victim)
+                self.num_dropped += self.forget_all(victim)
         return [self._device.acquire() for _ in range(num_blocks)]
 
     def victim(self) -> Node | None:
@@ -104,6 +104,15 @@ class Pager:
         self.drop_host_copy(node)
         self._tree.remove(node)
 
+    def forget_all(self, node: Node) -> int:
+        """Forget an idle node and, since a parent outlives its children, all below it. How many that were."""
+        below = [node]
+        for parent in below:
+            below.extend(parent.children or ())
+        for each in reversed(below):
+            self.forget(each)
+        return len(below)
+
     def drop_host_copy(self, node: Node) -> None:
         if node.host_block_id is not None:
             self._host.release(self._tree.displace_from_host(node))
@@ -118,12 +127,3 @@ class Pager:
             return False
         self._transfers.swap_out(node, host_block_id)
         return True
-
-    def _drop(self, node: Node) -> None:
-        """Forget an idle node and, since a parent outlives its children, all below it."""
-        below = [node]
-        for parent in below:
-            below.extend(parent.children or ())
-        for each in reversed(below):
-            self.forget(each)
-        self.num_dropped += len(below)

@@ -110,6 +110,8 @@ class Publisher:
         self._tree.pin(twin)
         self._tree.unpin(lease.leaf)
         if twin.block_id is None:
+            if twin in self._tree.unread:
+                self._pager.drop_host_copy(twin)
             self._device.cache(block_id)
             self._tree.place(twin, block_id)
             self._transfers.keep(twin)

@@ -35,6 +35,10 @@ class ScopeTags:
         """The scope's tag, if anything uses it."""
         return self._tag_of.get(scope)
 
+    def scope_of(self, tag: bytes) -> Scope:
+        """The scope of a tag that is in use."""
+        return PUBLIC if tag == PUBLIC_TAG else self._scope_of[tag]
+
     def acquire(self, scope: Scope) -> bytes:
         """The scope's tag, with one use more."""
         assert scope != PUBLIC, "the public tag is nobody's"

@@ -84,6 +84,7 @@ class TransferBook:
     def load(self, node: Node, dst: BlockId) -> None:
         """Copy a node that is on the host into a request's private block: copy-on-write without a block in between."""
         assert node.host_block_id is not None
+        assert node not in self._tree.unread, "its host block has not been filled"
         self._host.hold(node.host_block_id)
         self._device.hold(dst)
         self._tree.pin(node)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from chatserve.cache.kv_manager import KVManager
 from chatserve.engine.engine import Engine
 from chatserve.engine.messages import EngineInfo
+from chatserve.engine.snapshot import BlockBytes, Snapshot
 from chatserve.errors import StartupError
 from chatserve.sched.plan import Runner
 from chatserve.sched.scheduler import Scheduler
@@ -33,6 +34,15 @@ class SizedRunner(Runner, Protocol):
     def vocab_size(self) -> int: ...
     @property
     def device(self) -> object: ...
+
+    def block_bytes(self) -> BlockBytes:
+        """The bytes of its blocks, for a snapshot."""
+
+    def kv_identity(self, settings: EngineSettings) -> dict[str, str]:
+        """All that these bytes depend on, by name."""
+
+    def snapshot_blocks(self, settings: EngineSettings) -> int:
+        """How many blocks `settings.kv_snapshot_limit` allows."""
 
 
 def build_engine(settings: EngineSettings, runner: SizedRunner) -> Engine:
@@ -71,4 +81,18 @@ def build_engine(settings: EngineSettings, runner: SizedRunner) -> Engine:
         max_queued=settings.max_queued,
         device=device,
     )
-    return Engine(kv, scheduler, runner, info)
+    return Engine(kv, scheduler, runner, info, snapshot=_restore_snapshot(settings, runner, kv))
+
+
+def _restore_snapshot(settings: EngineSettings, runner: SizedRunner, kv: KVManager) -> Snapshot | None:
+    if settings.kv_snapshot is None:
+        return None
+    snapshot = Snapshot(
+        kv,
+        runner.block_bytes(),
+        settings.kv_snapshot,
+        runner.kv_identity(settings),
+        max_blocks=runner.snapshot_blocks(settings),
+    )
+    snapshot.restore()
+    return snapshot

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from chatserve.cache.kv_manager import KVManager
+    from chatserve.engine.snapshot import Snapshot
     from chatserve.sched.outcome import Ended, Outcome
     from chatserve.sched.plan import Runner
     from chatserve.sched.scheduler import Scheduler
@@ -61,6 +62,7 @@ class Engine:
         info: EngineInfo,
         *,
         paths: PathTable | None = None,
+        snapshot: Snapshot | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = info
@@ -68,6 +70,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._paths = PathTable() if paths is None else paths
+        self._snapshot = snapshot
         self._clock = clock
         self._bases: dict[RequestId, PathRef] = {}
         """What live requests continue, so that their own paths can."""
@@ -96,6 +99,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say. Where not, nothing changes until the next command."""
         return self._scheduler.has_work or self._stirred or bool(self._rejected or self._reports)
+
+    @property
+    def has_background(self) -> bool:
+        """Whether `background` has something to do when there is no work."""
+        return self._snapshot is not None and self._snapshot.has_unread
 
     @property
     def is_drained(self) -> bool:
@@ -213,6 +221,23 @@ class Engine:
         except UnknownPathError:
             return None
 
+    # --- the snapshot -------------------------------------------------------------------------------------------------
+
+    def background(self) -> None:
+        """Do a little of what can wait, for when there is no work."""
+        if self._snapshot is not None:
+            self._snapshot.read(wanted_only=False)
+
+    def save_snapshot(self) -> None:
+        """End all that runs, and write what is cached, where a directory for that was given."""
+        if self._snapshot is None:
+            return
+        self._draining = True
+        self._scheduler.cancel_all()
+        while self.has_work:
+            self.step()
+        self._snapshot.save()
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepOutput | None:
@@ -221,6 +246,8 @@ class Engine:
         Raises what the runner raises where only a new process can go on: when transfers fail, because what stands in
         blocks is unknown then, and when one step after the other fails.
         """
+        if self._snapshot is not None:
+            self._snapshot.read(wanted_only=True)
         if self._scheduler.has_work or self._stirred:
             plan = self._scheduler.schedule()
             self._stirred = bool(plan.transfers)

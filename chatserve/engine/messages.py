@@ -185,7 +185,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     counters: dict[str, int]
     """Totals since the start: prompt_tokens_cached, prompt_tokens_swapped_in, prompt_tokens_computed, output_tokens,
-    steps, copies, swapped_out_blocks, swapped_in_blocks, dropped_blocks, preemptions, wasted_slots (now)."""
+    steps, copies, swapped_out_blocks, swapped_in_blocks, dropped_blocks, preemptions, restored_blocks and
+    damaged_blocks (of a snapshot), wasted_slots (now)."""
     block_map: str = ""
 
 

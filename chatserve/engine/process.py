@@ -104,6 +104,8 @@ def serve(settings: EngineSettings, build_runner: Callable[[EngineSettings], Siz
             *(info.model, info.device, info.context_tokens, info.epoch, settings.socket_path),
         )
         server.run()
+        if server.was_stopped:
+            engine.save_snapshot()
     except StartupError as error:
         _log.error("%s", error)
         return EXIT_STARTUP

@@ -91,6 +91,8 @@ class EngineServer:
                     output = self._engine.step()
                     if output is not None:
                         self._deliver(output)
+                elif self._engine.has_background:
+                    self._engine.background()
                 if self._drainers and self._engine.is_drained:
                     drainers, self._drainers = self._drainers, []
                     for client in drainers:
@@ -108,6 +110,11 @@ class EngineServer:
         with contextlib.suppress(OSError):  # full: it is awake; closed: it is over
             self._wake_out.send(b"\0")
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it was told to end, and not left by its parent."""
+        return self._stop_at_s is not None
+
     def stop_on_signals(self) -> None:
         """SIGTERM and SIGINT stop. The signal wakes the loop, which may be asleep in `select`."""
         signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
@@ -121,7 +128,7 @@ class EngineServer:
         return self._engine.is_drained or time.monotonic() >= self._stop_at_s
 
     def _patience_s(self) -> float | None:
-        return 0.0 if self._engine.has_work else None
+        return 0.0 if self._engine.has_work or self._engine.has_background else None
 
     def _close(self) -> None:
         for client in tuple(self._clients.values()):

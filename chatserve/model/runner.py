@@ -16,10 +16,12 @@ from chatserve.errors import StartupError
 from chatserve.model import sampler
 from chatserve.model.attention import AttentionBackend, PackedBatch
 from chatserve.model.backends import check_choice, choose_backend
+from chatserve.model.block_bytes import StorageBytes
+from chatserve.model.fingerprint import kv_identity
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.loader import choose_device, load_model
 from chatserve.model.shapes import CausalModel, KVShape
-from chatserve.model.sizing import compute_threads, device_blocks, host_blocks
+from chatserve.model.sizing import compute_threads, device_blocks, host_blocks, parse_size
 from chatserve.sched.plan import CompletedStep, StepResult, TransfersFailedError
 
 if TYPE_CHECKING:
@@ -100,6 +102,22 @@ class ModelRunner:
         done = tuple(self._background_done)
         self._background_done.clear()
         return done
+
+    def block_bytes(self) -> StorageBytes:
+        """The bytes of its blocks, for a snapshot."""
+        return StorageBytes(self.storage)
+
+    def kv_identity(self, settings: EngineSettings) -> dict[str, str]:
+        """All that these bytes depend on, by name."""
+        return kv_identity(settings.model_dir, self.model.info, self.storage.shape, self.storage.device_pool.dtype)
+
+    def snapshot_blocks(self, settings: EngineSettings) -> int:
+        """How many blocks `settings.kv_snapshot_limit` allows.
+
+        Raises:
+            StartupError: it is nonsense.
+        """
+        return parse_size("kv-snapshot-limit", settings.kv_snapshot_limit, self.storage.block_bytes, has_auto=False)
 
     def check(self) -> None:
         """Every table names blocks that exist, and none holds more tokens than its ids."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_ALLOWED = "auto, bytes with an optional suffix (512M, 4G) or a number of blocks (64blocks)"
+_ALLOWED = "bytes with an optional suffix (512M, 4G) or a number of blocks (64blocks)"
 _AUTO_CPU_SHARE = 0.25
 _AUTO_CPU_BYTES = 2 << 30
 _AUTO_HOST_BYTES = 16 << 30
@@ -70,15 +70,15 @@ def host_blocks(setting: str, block_bytes: int, device: torch.device) -> int:
     return blocks
 
 
-def parse_size(option: str, setting: str, block_bytes: int) -> int:
-    """Whole blocks for `512M`, `4G`, `1048576` or `64blocks`.
+def parse_size(option: str, setting: str, block_bytes: int, *, has_auto: bool = True) -> int:
+    """Whole blocks for `512M`, `4G`, `1048576` or `64blocks`. `has_auto`: the option takes `auto` as well.
 
     Raises:
         StartupError: names the option, what was given and what is allowed.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(?:i?B)?|(blocks?))", setting.strip(), re.IGNORECASE)
     if match is None or (match[3] and "." in match[1]):
-        raise StartupError(f"{option} must be {_ALLOWED}, not {setting!r}")
+        raise StartupError(f"{option} must be {'auto, ' if has_auto else ''}{_ALLOWED}, not {setting!r}")
     if match[3]:
         return int(match[1])
     return int(float(match[1]) * _UNITS[match[2].upper()]) // block_bytes

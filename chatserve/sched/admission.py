@@ -47,6 +47,8 @@ class AdmissionControl:
                 continue
             if self._is_refused_still(request):
                 return None
+            if self._is_being_read(request):
+                continue
             match = self._kv.match(request.token_ids, request.user)
             num_here = match.num_cached + match.num_swapped
             request.blocked_on = find_leader(request, num_here, leaders, self._kv.block_size)
@@ -80,6 +82,11 @@ class AdmissionControl:
             return False
         num_unpinned, num_running = request.refused_at
         return self._num_unpinned() <= num_unpinned and len(self._batch) >= num_running
+
+    def _is_being_read(self, request: Request) -> bool:
+        """Whether it waits for what a snapshot holds of its path; it is asked once more a turn until it does not."""
+        request.awaits_reading = request.awaits_reading and self._kv.awaits_reading(request.token_ids, request.user)
+        return request.awaits_reading
 
     def _has_room(self, request: Request, num_on_device: int) -> bool:
         """Whether everything that the request must hold to decode fits beside what others hold.

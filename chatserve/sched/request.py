@@ -31,6 +31,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "awaits_reading",
         "blocked_on",
         "capacity",
         "max_length",
@@ -84,6 +85,8 @@ class Request:
         self.capacity = 0
         """Slots in the request's blocks: KV of so many tokens fits before it must grow."""
         self.blocked_on: Blocker | None = None
+        self.awaits_reading = True
+        """Some of its path may have to be read from a snapshot."""
         self.num_leaders = 0
         """How many others it has waited for in its life."""
         self.refused_at: tuple[int, int] | None = None

@@ -138,6 +138,11 @@ class Scheduler:
         if request is not None:
             self._end(request, FinishReason.CANCELLED, keep=keep)
 
+    def cancel_all(self) -> None:
+        """End every request."""
+        for request_id in tuple(self._requests):
+            self.cancel(request_id)
+
     def take_outcome(self) -> Outcome:
         """What happened since the last `commit`, `fail` or `take_outcome`."""
         return self._journal.take()

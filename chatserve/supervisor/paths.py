@@ -57,16 +57,30 @@ def prepare_data_dir(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) ->
         )
 
 
-def _sentence(data_dir: Path, error: OSError) -> str:
+def prepare_snapshot_dir(directory: Path) -> None:
+    """Make the directory of KV snapshots, private to its owner, and see that it can be written.
+
+    Raises:
+        StartupError: not a directory, or not writable. A full disk is said when there is something to save.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StartupError(_sentence(directory, error, "--kv-snapshot")) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StartupError(f"cannot write to {directory}; change its owner or choose another --kv-snapshot")
+
+
+def _sentence(data_dir: Path, error: OSError, option: str = "--data-dir") -> str:
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
-            return f"the disk of {data_dir} is full; free some space or choose another --data-dir"
+            return f"the disk of {data_dir} is full; free some space or choose another {option}"
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return f"cannot write to {data_dir} ({error.strerror}); change its owner or choose another --data-dir"
+            return f"cannot write to {data_dir} ({error.strerror}); change its owner or choose another {option}"
         case errno.EEXIST | errno.ENOTDIR:
-            return f"{data_dir} is not a directory; choose another --data-dir"
+            return f"{data_dir} is not a directory; choose another {option}"
         case _:
-            return f"cannot use {data_dir}: {error.strerror}; choose another --data-dir"
+            return f"cannot use {data_dir}: {error.strerror}; choose another {option}"
 
 
 def lock_data_dir(data_dir: Path) -> filelock.BaseFileLock:

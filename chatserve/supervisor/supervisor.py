@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from chatserve.config import EngineSettings, ServeSettings, WebSettings, hand_over_settings
+from chatserve.config import KV_SNAPSHOT_S, EngineSettings, ServeSettings, WebSettings, hand_over_settings
 from chatserve.errors import StartupError
 from chatserve.server.origin import Gate
 from chatserve.supervisor import network, paths
@@ -74,6 +74,13 @@ class GraceTimes(msgspec.Struct, frozen=True, kw_only=True):
     web_s: float = 10.0
     engine_s: float = 5.0
 
+    @classmethod
+    def of(cls, settings: ServeSettings) -> GraceTimes:
+        """An engine that saves its KV may take that much longer."""
+        default = cls()
+        extra_s = KV_SNAPSHOT_S if settings.kv_snapshot is not None else 0.0
+        return msgspec.structs.replace(default, engine_s=default.engine_s + extra_s)
+
 
 class ChildFailedError(Exception):
     """A child could not start and has said why in a line of its own."""
@@ -96,7 +103,7 @@ class Supervisor:
         self._commands = commands or Commands()
         self._store_factory = store_factory
         self._resolve_model = resolve_model
-        self._grace = grace or GraceTimes()
+        self._grace = grace or GraceTimes.of(settings)
         self._say = say
         self._stopping = asyncio.Event()
         self._ready = False
@@ -114,6 +121,8 @@ class Supervisor:
         # The web worker has the same said, but after a model has been fetched and loaded.
         Gate(settings.host, settings.allowed_hosts, settings.allowed_origins)
         paths.prepare_data_dir(settings.data_dir)
+        if settings.kv_snapshot is not None:
+            paths.prepare_snapshot_dir(settings.kv_snapshot)
         lock = paths.lock_data_dir(settings.data_dir)
         try:
             with network.listen(settings.host, settings.port) as listener:
@@ -218,6 +227,8 @@ class Supervisor:
             dtype=settings.dtype,
             attention=settings.attention,
             threads=settings.threads,
+            kv_snapshot=settings.kv_snapshot,
+            kv_snapshot_limit=settings.kv_snapshot_limit,
             socket_path=socket_path,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.blackbox.client import ChatClient
 from tests.blackbox.server import Server
@@ -142,3 +143,34 @@ async def test_twenty_at_once_under_a_swapped_prefix_start_alike(start_server: C
         ends = [await client.ended(s, r) for s, r in zip(made, replies, strict=True)]
         assert sum(e["usage"]["computed_tokens"] > 100 for e in ends) == 0
         assert sum(e["usage"]["swapped_in_tokens"] > 100 for e in ends) >= 1
+
+
+async def test_after_a_restart_with_a_snapshot_the_next_turn_computes_what_is_new(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """A session of 2,000 tokens, ended by SIGTERM and taken up by a server of its own data directory."""
+    texts = {}
+    for name, options in (("kept", {"kv_snapshot": tmp_path / "kv"}), ("lost", {})):
+        options |= {"data_dir": tmp_path / name, "kv_cache_memory": "400blocks", "host_cache_memory": "400blocks"}
+        server = start_server(**options)
+        async with ChatClient(server.ws_url) as client:
+            session, _ = await client.started_session(params={"temperature": 0, "max_tokens": 12})
+            _, one = await client.turn(session, "a long tale of a small harbour " * 270)
+            usage = (await client.ended(session, one))["usage"]
+            assert usage["prompt_tokens"] > 1_900
+        assert server.stop() == 0
+        server = start_server(**options)
+        async with ChatClient(server.ws_url) as client:
+            await client.watch(session)
+            _, two = await client.turn(session, "and then", one)
+            started = client.started(session, two)
+            texts[name] = client.text(session, two)
+        new = started["prompt_tokens"] - usage["prompt_tokens"] - usage["completion_tokens"]
+        if name == "kept":
+            # What is new, and the last token of an answer that was cut at its length: it was never read.
+            assert started["computed_tokens"] <= new + 1
+            assert server.metric("chatserve_restored_blocks_total") >= 1_900 // 16
+        else:
+            assert started["computed_tokens"] == started["prompt_tokens"]
+        server.stop()
+    assert texts["kept"] == texts["lost"]

@@ -233,3 +233,32 @@ def test_neither_the_client_nor_the_loop_imports_torch() -> None:
         timeout=TIMEOUT_S,
         env=dict(os.environ, PYTHONPATH=f"{ROOT}:{ROOT / 'kernels'}"),
     )
+
+
+async def test_kv_outlives_an_orderly_end_and_no_other(run_dir: Path) -> None:
+    settings = settings_of(run_dir, kv_snapshot=run_dir / "kv")
+    prompt, computed = list(range(40)), []
+    for end in (signal.SIGKILL, signal.SIGTERM, signal.SIGTERM):
+        with engine_process(settings) as process:
+            async with connected(settings) as client:
+                client.submit(make_submit("r", prompt))
+                transcript = await read_until_finished(client, ["r"])
+            computed.append(transcript.started["r"].computed_tokens)
+            process.send_signal(end)
+            # As the supervisor does it: the pipe closes right behind the signal.
+            process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == (0 if end == signal.SIGTERM else -signal.SIGKILL)
+        assert (run_dir / "kv").exists() == (end == signal.SIGTERM)
+    assert computed == [40, 40, 1]
+
+
+async def test_an_engine_whose_parent_died_leaves_no_snapshot(run_dir: Path) -> None:
+    """The next server may be starting already."""
+    settings = settings_of(run_dir, kv_snapshot=run_dir / "kv")
+    with engine_process(settings) as process:
+        async with connected(settings) as client:
+            client.submit(make_submit("r", list(range(40))))
+            await read_until_finished(client, ["r"])
+        process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0
+    assert not (run_dir / "kv").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 from chatserve.engine.engine import Engine
 from chatserve.engine.messages import (
@@ -17,6 +18,7 @@ from chatserve.engine.messages import (
     Submit,
 )
 from chatserve.engine.paths import PathTable
+from chatserve.engine.snapshot import Snapshot
 from chatserve.sched.scheduler import Scheduler
 from chatserve.types import RequestId, SamplingParams, UserId
 from tests.fakes.fake_runner import FakeRunner
@@ -34,8 +36,11 @@ def make_engine(
     max_queued: int = 256,
     context_tokens: int | None = None,
     paths: PathTable | None = None,
+    kv_snapshot: Path | None = None,
+    snapshot_blocks: int = 1_000_000,
+    model: str = "fake",
 ) -> Engine:
-    """An engine of a new epoch with a `KVManager` (or `kv`) of the runner's size."""
+    """An engine of a new epoch with a `KVManager` (or `kv`) of the runner's size, and a snapshot in `kv_snapshot`."""
     if kv is None:
         from chatserve.cache.kv_manager import KVManager
 
@@ -53,14 +58,24 @@ def make_engine(
     )
     info = EngineInfo(
         epoch=f"epoch-{next(_epochs)}",
-        model="fake",
+        model=model,
         context_tokens=context_tokens,
         block_size=runner.block_size,
         vocab_size=runner.vocab_size,
         max_queued=max_queued,
         device="fake",
     )
-    return Engine(kv, scheduler, runner, info, paths=paths)  # type: ignore[arg-type]
+    snapshot = None
+    if kv_snapshot is not None:
+        snapshot = Snapshot(
+            kv,  # type: ignore[arg-type]
+            runner.block_bytes(),
+            kv_snapshot,
+            {"model": model, "layout": str(runner.block_size)},
+            max_blocks=snapshot_blocks,
+        )
+        snapshot.restore()
+    return Engine(kv, scheduler, runner, info, paths=paths, snapshot=snapshot)  # type: ignore[arg-type]
 
 
 def make_submit(

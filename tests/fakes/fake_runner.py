@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from chatserve.config import EngineSettings
 from chatserve.sched.plan import CompletedStep, PendingStep, StepPlan, StepResult, Transfers
 from chatserve.types import RequestId, SamplingParams
 
@@ -41,6 +42,24 @@ class _Sequence:
         self.token_ids = list(token_ids)
         self.block_ids = list(block_ids)
         self.sampling = sampling
+
+
+class FakeBytes:
+    """The storage's bytes; implements `engine.snapshot.BlockBytes`."""
+
+    def __init__(self, device: np.ndarray, host: np.ndarray) -> None:
+        self._device = device
+        self._host = host
+        self.block_bytes = int(device[0].nbytes)
+
+    def device_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self._device[block_id]).cast("B") for block_id in block_ids]
+
+    def host_block(self, host_block_id: int) -> memoryview:
+        return memoryview(self._host[host_block_id]).cast("B")
+
+    def settle(self) -> None:
+        pass
 
 
 class FakeRunner:
@@ -84,6 +103,15 @@ class FakeRunner:
         self._host = np.full((num_host_blocks, 2, block_size), POISON, dtype=np.int64)
         self._sequences: dict[RequestId, _Sequence] = {}
         self._background_done: list[int] = []
+
+    def block_bytes(self) -> FakeBytes:
+        return FakeBytes(self._device, self._host)
+
+    def kv_identity(self, settings: EngineSettings) -> dict[str, str]:
+        return {"model": settings.model_name, "layout": f"{self.block_size}"}
+
+    def snapshot_blocks(self, settings: EngineSettings) -> int:
+        return int(settings.kv_snapshot_limit.removesuffix("blocks").replace("16G", "1000000"))
 
     @property
     def num_sequences(self) -> int:

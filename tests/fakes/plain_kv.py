@@ -48,6 +48,9 @@ class PlainKV:
     def match(self, token_ids: Sequence[int], user: UserId) -> Match:
         return Match()
 
+    def awaits_reading(self, token_ids: Sequence[int], user: UserId) -> bool:
+        return False
+
     def admit(
         self, request_id: RequestId, token_ids: Sequence[int], user: UserId, num_shared_tokens: int
     ) -> PlainAdmission | None:

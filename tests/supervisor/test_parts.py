@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatserve.config import ServeSettings
+from chatserve.config import KV_SNAPSHOT_S, ServeSettings
 from chatserve.errors import StartupError
 from chatserve.server import auth
 from chatserve.supervisor import network, paths
 from chatserve.supervisor.children import RestartPolicy, describe_exit
-from chatserve.supervisor.supervisor import Supervisor
+from chatserve.supervisor.supervisor import GraceTimes, Supervisor
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
@@ -51,6 +51,19 @@ def test_any_other_host_needs_one(host: str, tmp_path: Path) -> None:
         network.check_exposure(host, tokens)
     auth.add_token(tokens, "alice")
     network.check_exposure(host, tokens)
+
+
+async def test_a_snapshot_directory_that_cannot_be_one_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = ServeSettings(data_dir=tmp_path / "data", cache_dir=tmp_path, port=0, kv_snapshot=tmp_path / "file")
+    with pytest.raises(StartupError, match="file is not a directory; choose another --kv-snapshot"):
+        await Supervisor(settings).run()
+
+
+def test_an_engine_that_saves_its_kv_is_given_the_time(tmp_path: Path) -> None:
+    settings = ServeSettings(data_dir=tmp_path, cache_dir=tmp_path)
+    saving = ServeSettings(data_dir=tmp_path, cache_dir=tmp_path, kv_snapshot=tmp_path)
+    assert GraceTimes.of(saving).engine_s == GraceTimes.of(settings).engine_s + KV_SNAPSHOT_S
 
 
 async def test_an_allowed_origin_that_is_none_is_said_before_anything_is_started(tmp_path: Path) -> None:
