@@ -30,6 +30,7 @@ class BlockTree:
         "_clock",
         "block_size",
         "device_leaves",
+        "dirty",
         "host_leaves",
         "num_idle",
         "num_protected",
@@ -52,6 +53,8 @@ class BlockTree:
         """Nodes on both tiers, in the order in which they came to be so."""
         self.unread: dict[Node, tuple[int, int]] = {}
         """Nodes whose host block has still to be filled from a snapshot: the block's index there and its checksum."""
+        self.dirty: dict[Node, None] = {}
+        """Idle nodes that are on the device alone, in the order in which they came to be so, ends of paths first."""
         self.num_idle = 0
         """Idle nodes on the device: each can be evicted, leaves first."""
         self.num_protected = 0
@@ -188,29 +191,32 @@ class BlockTree:
 
     # --- pins ---------------------------------------------------------------------------------------------------------
 
-    def pin(self, node: Node) -> None:
-        """Keep a node and all above it where they are."""
+    def pin(self, node: Node, *, used: bool = True) -> None:
+        """Keep a node and all above it where they are. Without `used`, this is no reason to keep them longer later."""
         at: Node | None = node
         while at is not None:
             at.num_pins += 1
             if at.num_pins > 1:
                 return
             self.num_idle -= at.block_id is not None
-            if at.standing == PREEMPTED:
+            if used and at.standing == PREEMPTED:
                 self._set_standing(at, PROBATION)
             self._refresh(at)
             at = at.parent
 
-    def unpin(self, node: Node) -> None:
-        """Undo one `pin`. What becomes idle counts as used now."""
-        self._clock += 1
+    def unpin(self, node: Node, *, used: bool = True) -> None:
+        """Undo one `pin`. With `used`, the node counts as used now, and so does what is above it once it is idle."""
+        if used:
+            self._clock += 1
+            node.last_used = self._clock
+        last_used = node.last_used
         at: Node | None = node
         while at is not None:
             assert at.num_pins > 0, "unpinned more often than pinned"
             at.num_pins -= 1
             if at.num_pins:
                 return
-            at.last_used = self._clock
+            at.last_used = last_used = max(at.last_used, last_used)
             self.num_idle += at.block_id is not None
             self._refresh(at)
             at = at.parent
@@ -245,6 +251,10 @@ class BlockTree:
             self.spare_copies[node] = None
         else:
             self.spare_copies.pop(node, None)
+        if on_device and idle and not on_host:
+            self.dirty.setdefault(node)
+        else:
+            self.dirty.pop(node, None)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 
@@ -271,6 +281,8 @@ class BlockTree:
             assert not node.num_pins, "in use before it was read"
         assert self.unread.keys() <= set(on_host), "a removed node is to be read"
         assert set(self.spare_copies) == {node for node in on_device if node.host_block_id is not None}
+        dirty = {node for node in on_device if node.host_block_id is None and not node.num_pins}
+        assert self.dirty.keys() == dirty, "a node that has to be copied out was missed, or is not one"
         for ids in ([n.block_id for n in on_device], [n.host_block_id for n in on_host]):
             assert len(set(ids)) == len(ids), "two nodes have the same block"
 

@@ -6,7 +6,8 @@ leases of running requests; it plans copies but makes none, and knows nothing of
 A request's life: `admit` (find the longest cached path, pin it), `grow` (blocks for the next tokens), `commit` (they
 have been computed: seal, share), and `finish` or `preempt`, after which its path is idle: cached until the room is
 needed.
-A step's: `take_transfers`, then the runner makes them and computes, then `transfers_done`.
+A step's: `take_transfers` and `take_background`, then the runner makes them and computes, then `transfers_done` for
+each when it is done.
 
 Its parts: `block_pool` and `host_pool` know who owns a block, `block_tree` what it holds, `search` finds it and
 `publisher` puts it there; `pager` makes room, `evictor` says what goes first, and `transfers` knows which copies are
@@ -59,7 +60,7 @@ class Admission:
 
 
 class KVManager:
-    """See the module. Watermarks count free device blocks: below the low one, `reclaim` works up to the high one."""
+    """See the module. Watermarks count free device blocks: below the low one the page daemon works up to the high."""
 
     def __init__(
         self,
@@ -102,9 +103,17 @@ class KVManager:
         return self.unread.want(token_ids[:-1], user)
 
     def admit(
-        self, request_id: RequestId, token_ids: Sequence[int], user: UserId, num_shared_tokens: int
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        user: UserId,
+        num_shared_tokens: int,
+        *,
+        ahead: bool = False,
     ) -> Admission | None:
         """Pin the longest cached path of a request that starts, and plan what brings all of it to the device.
+
+        With `ahead`, what comes from the host does so in the background, and the request waits until `is_resident`.
 
         Its first `num_shared_tokens` may be shared between users once they are computed; what may be found was decided
         when it was computed. None if there are not enough blocks for that now; then nothing has changed.
@@ -115,7 +124,7 @@ class KVManager:
         path = self._affordable(search.find(self._tree, tokens[:-TOKEN_BYTES], Scope(user)))
         if path is None:
             if self._pager.take_back():
-                return self.admit(request_id, token_ids, user, num_shared_tokens)
+                return self.admit(request_id, token_ids, user, num_shared_tokens, ahead=ahead)
             return None
         num_matched = len(path.nodes) * self.block_size + path.fork_tokens
         lease = Lease(
@@ -135,8 +144,15 @@ class KVManager:
             lease.freeze_at = num_shared_tokens
         lease.tag = self._publisher.frontier_tag(lease) if lease.tail is None else lease.tail.tag
         self._leases[request_id] = lease
-        num_swapped_in = self._bring_in(lease, path)
+        num_swapped_in = self._bring_in(lease, path, ahead=ahead)
         return Admission(num_matched - num_swapped_in, num_swapped_in, tuple(lease.block_ids))
+
+    def is_resident(self, request_id: RequestId) -> bool:
+        """Whether all that it was admitted with is on the device, or will be once the next step's transfers are done.
+
+        Not so only as long as copies in the background have still to fill some of it, for this request or another one.
+        """
+        return not any(self._transfers.is_arriving(block_id) for block_id in self._leases[request_id].block_ids)
 
     def grow(self, request_id: RequestId, num_tokens: int) -> tuple[BlockId, ...] | None:
         """Make room for KV of the first `num_tokens` tokens. The new end of the table; None (and no change) if full."""
@@ -182,15 +198,23 @@ class KVManager:
         self._pager.close_step()
         return self._transfers.take()
 
+    def take_background(self, *, write_through: bool = True) -> Transfers:
+        """What may run beside steps, from the next one on and after the transfers that were taken before.
+
+        Swaps in that were planned `ahead`, and the page daemon's work: copies of cold leaves where free blocks become
+        few, and with `write_through` of whatever is idle, so that evicting it later moves nothing.
+        """
+        self._pager.close_step()
+        self._pager.reclaim(self._low, self._high)
+        if write_through:
+            self._pager.write_idle_through()
+        return self._transfers.take_ahead()
+
     def transfers_done(self, transfers: Transfers) -> None:
-        """The step that made them has finished."""
+        """The step that made them, or the copies in the background, have finished."""
         self._transfers.done(transfers)
 
-    # --- background ---------------------------------------------------------------------------------------------------
-
-    def reclaim(self) -> None:
-        """The page daemon: copy cold leaves out ahead of need. It drops nothing, since that would gain nothing."""
-        self._pager.reclaim(self._low, self._high)
+    # --- ahead of need ------------------------------------------------------------------------------------------------
 
     def hint(self, token_ids: Sequence[int], user: UserId) -> None:
         """A request for this path is likely soon: count it as used, and bring it back as far as blocks are free."""
@@ -284,7 +308,7 @@ class KVManager:
             num_blocks += not path.extends_fork or path.fork.block_id is None
         return num_blocks
 
-    def _bring_in(self, lease: Lease, path: Path) -> int:
+    def _bring_in(self, lease: Lease, path: Path, *, ahead: bool) -> int:
         """Pin an affordable path and put all of it into the lease's table. How many tokens come from the host."""
         tree, transfers, fork = self._tree, self._transfers, path.fork
         tree.pin(lease.leaf)
@@ -294,7 +318,7 @@ class KVManager:
         num_swapped_in = 0
         for node in path.nodes:
             if node.block_id is None:
-                transfers.swap_in(node, next(new))
+                transfers.swap_in(node, next(new), ahead=ahead)
                 num_swapped_in += self.block_size
         lease.block_ids += [node.block_id for node in path.nodes if node.block_id is not None]
         if fork is None:
@@ -303,15 +327,15 @@ class KVManager:
             num_swapped_in += path.fork_tokens
         if path.extends_fork:
             if fork.block_id is None:
-                transfers.swap_in(fork, next(new))
+                transfers.swap_in(fork, next(new), ahead=ahead)
             assert fork.block_id is not None
             fork.has_writer = True
             lease.block_ids.append(fork.block_id)
             tree.unpin(lease.leaf)
             return num_swapped_in
         block_id = next(new)
-        if fork.block_id is None:
-            transfers.load(fork, block_id)
+        if fork.block_id is None or transfers.is_arriving(fork.block_id):
+            transfers.load(fork, block_id, ahead=ahead)
         else:
             transfers.copy(fork.block_id, block_id, path.fork_tokens, fork)
         lease.block_ids.append(block_id)

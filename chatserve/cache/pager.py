@@ -7,6 +7,8 @@ without.
 
 from __future__ import annotations
 
+from typing import Final
+
 from chatserve.cache.block_pool import BlockPool
 from chatserve.cache.block_tree import BlockTree
 from chatserve.cache.host_pool import HostPool
@@ -14,11 +16,13 @@ from chatserve.cache.node import Node
 from chatserve.cache.transfers import TransferBook
 from chatserve.types import BlockId
 
+_LEAST_WRITING: Final = 32
+
 
 class Pager:
     """Moves idle nodes between the tiers and out of the tree. Who pins what is others' business."""
 
-    __slots__ = ("_ahead", "_device", "_host", "_transfers", "_tree", "num_dropped")
+    __slots__ = ("_ahead", "_device", "_host", "_max_writing", "_transfers", "_tree", "num_dropped")
 
     def __init__(self, tree: BlockTree, device: BlockPool[BlockId], host: HostPool, transfers: TransferBook) -> None:
         self._tree = tree
@@ -27,6 +31,8 @@ class Pager:
         self._transfers = transfers
         self._ahead: list[Node] = []
         """Nodes planned ahead of need whose copies may not have been handed out yet, parents first."""
+        self._max_writing = max(_LEAST_WRITING, device.num_blocks // 64)
+        """Blocks that may be on their way to the host ahead of need. They cannot be had until they are there."""
         self.num_dropped = 0
         """Nodes forgotten because they had no place on the host."""
 
@@ -60,17 +66,31 @@ class Pager:
     # --- ahead of need ------------------------------------------------------------------------------------------------
 
     def reclaim(self, low: int, high: int) -> None:
-        """Below `low` free blocks, move cold leaves to the host until `high` are free. It drops nothing."""
+        """Below `low` free blocks, see to it that `high` become free: cold leaves that have a copy on the host leave
+        the device, others are given one first. It drops nothing.
+        """
         if self._device.num_free_soon >= low:
             return
-        while self._device.num_free_soon < high:
+        while (num_missing := high - self._device.num_free_soon) > 0:
             victim = self.victim()
-            if victim is None or not self._leave_device(victim):
+            if victim is None:
+                return
+            if victim.host_block_id is not None:
+                self._device.release(self._tree.displace(victim))
+            else:
+                num_missing -= self._transfers.num_writing_through
+                if not self._write_through(victim, num_missing):
+                    return
+
+    def write_idle_through(self) -> None:
+        """Copy what is idle out while the host has free blocks, so that it can leave the device later at no cost."""
+        while self._host.num_free and self._tree.dirty:
+            if not self._write_through(next(iter(self._tree.dirty)), self._host.num_free):
                 return
 
     def bring_back(self, node: Node) -> None:
-        """Swap a node in while a block is free, because it is likely to be wanted."""
-        self._transfers.swap_in(node, self._device.acquire())
+        """Swap a node in while a block is free, because it is likely to be wanted. No step waits for it."""
+        self._transfers.swap_in(node, self._device.acquire(), ahead=True)
         self._ahead.append(node)
 
     def plan_ahead(self, node: Node) -> None:
@@ -116,6 +136,20 @@ class Pager:
     def drop_host_copy(self, node: Node) -> None:
         if node.host_block_id is not None:
             self._host.release(self._tree.displace_from_host(node))
+
+    def _write_through(self, end: Node, num_blocks: int) -> int:
+        """Copy out up to so many nodes of the path that leads to `end`, its end first. How many it were."""
+        num_blocks = min(num_blocks, self._max_writing - self._transfers.num_writing_through)
+        node, num_written = end, 0
+        while num_written < num_blocks and node.block_id is not None and node.host_block_id is None:
+            host_block_id = self._host.acquire_for(node, self._tree)
+            if host_block_id is None:
+                break
+            self._transfers.write_through(node, host_block_id)
+            num_written += 1
+            assert node.parent is not None
+            node = node.parent
+        return num_written
 
     def _leave_device(self, node: Node) -> bool:
         """Move an idle leaf to the host alone; False if it has no place there."""

@@ -1,4 +1,7 @@
-"""The engine without a process: commands in, one step at a time, events out.
+"""The engine without a process: commands in, one turn at a time, events out.
+
+A runner that allows it has the next step launched before the last one's tokens are there, so that the device never
+waits for what is done here.
 
 Owns the paths, the runner and what is still to be said; the scheduler owns the requests. Each submit ends in exactly
 one `Finished` or `Rejected`, also where the runner fails. Knows no sockets, no clients and no text; the process around
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Final, assert_never
 
 from chatserve.engine.faults import fault_of
@@ -33,7 +37,7 @@ from chatserve.engine.messages import (
 from chatserve.engine.pace import FIRST_GUESS_S, Pace
 from chatserve.engine.paths import PathTable, UnknownPathError
 from chatserve.errors import ContextOverflowError, OverloadedError
-from chatserve.sched.plan import StepFailedError, StepPlan, StepResult, TransfersFailedError
+from chatserve.sched.plan import StepFailedError, StepPlan, TransfersFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,12 +45,14 @@ if TYPE_CHECKING:
     from chatserve.cache.kv_manager import KVManager
     from chatserve.engine.snapshot import Snapshot
     from chatserve.sched.outcome import Ended, Outcome
-    from chatserve.sched.plan import Runner
+    from chatserve.sched.plan import PendingStep, Runner
     from chatserve.sched.scheduler import Scheduler
     from chatserve.types import RequestId
 
 _log: Final = logging.getLogger(__name__)
 
+COPY_POLL_S: Final = 0.0005
+"""How often copies in the background are looked after while there is nothing else to do."""
 _MOST_FAILURES: Final = 3
 """After so many failed steps in a row it is the process that is broken, not the requests."""
 
@@ -77,8 +83,12 @@ class Engine:
         self._rejected: list[Rejected] = []
         self._reports: list[CacheReport] = []
         self._draining = False
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        """Steps that were launched and not waited for, oldest first."""
         self._stirred = False
         """Blocks may be on the move without any request."""
+        self._is_waiting = False
+        """The last turn found nothing to do before copies in the background have ended."""
         self._num_failures = 0
         """Steps that failed one after the other, for reasons unknown."""
         self._pace = Pace()
@@ -98,7 +108,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say. Where not, nothing changes until the next command."""
-        return self._scheduler.has_work or self._stirred or bool(self._rejected or self._reports)
+        scheduler = self._scheduler
+        return scheduler.has_work or scheduler.is_copying or self._stirred or bool(self._rejected or self._reports)
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long may be waited for commands before the next `step`; None: for ever."""
+        if not self.has_work:
+            return 0.0 if self.has_background else None
+        return COPY_POLL_S if self._is_waiting else 0.0
 
     @property
     def has_background(self) -> bool:
@@ -241,39 +259,67 @@ class Engine:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepOutput | None:
-        """Run one step, if there is anything to run, and say what happened since the last. None: nothing.
+        """One turn: launch the next step if there is one, then wait for the oldest in flight if no more may be, and say
+        what happened since the last turn. None: nothing.
 
         Raises what the runner raises where only a new process can go on: when transfers fail, because what stands in
         blocks is unknown then, and when one step after the other fails.
         """
         if self._snapshot is not None:
             self._snapshot.read(wanted_only=True)
-        if self._scheduler.has_work or self._stirred:
-            plan = self._scheduler.schedule()
-            self._stirred = bool(plan.transfers)
-            outcome = self._execute(plan) if plan else self._scheduler.commit(plan, StepResult(plan.step, ()))
-        else:
-            outcome = self._scheduler.take_outcome()
-        return self._say(outcome)
+        launched = (self._scheduler.has_work or self._stirred) and self._launch()
+        if self._in_flight and (not launched or len(self._in_flight) >= self._runner.max_in_flight):
+            self._land()
+        if self._scheduler.is_copying:
+            for number in self._runner.poll_background():
+                self._scheduler.background_done(number)
+                self._stirred = True
+        self._is_waiting = not launched and not self._in_flight and self._scheduler.is_copying
+        return self._say(self._scheduler.take_outcome())
 
-    def _execute(self, plan: StepPlan) -> Outcome:
+    def _launch(self) -> bool:
+        """Launch the next step. False: there is none now."""
+        plan = self._scheduler.schedule()
+        self._stirred = bool(plan)
+        if not plan:
+            return False
         try:
-            result = self._runner.launch(plan).wait()
+            pending = self._runner.launch(plan)
         except TransfersFailedError:
             raise
-        except StepFailedError as error:
-            detail = str(error)
-        except Exception as error:
-            self._num_failures += 1
-            if self._num_failures == _MOST_FAILURES:
-                raise
-            detail = f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the end of this step's requests alone
+            while self._in_flight:
+                self._land()
+            self._fail(plan, error)
+        else:
+            self._in_flight.append((plan, pending))
+        return True
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight and book it."""
+        plan, pending = self._in_flight.popleft()
+        try:
+            result = pending.wait()
+        except TransfersFailedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(plan, error)
         else:
             self._num_failures = 0
             self._counters["steps"] += 1
-            return self._scheduler.commit(plan, result)
+            self._scheduler.commit(plan, result)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        """Raises the error again if it is one too many."""
+        if isinstance(error, StepFailedError):
+            detail = str(error)
+        else:
+            self._num_failures += 1
+            if self._num_failures == _MOST_FAILURES:
+                raise error
+            detail = f"{type(error).__name__}: {error}"
         _log.error("step %d failed, and its %d requests with it: %s", plan.step, len(plan.rows), detail)
-        return self._scheduler.fail(plan, detail)
+        self._scheduler.fail(plan, detail)
 
     def _say(self, outcome: Outcome) -> StepOutput | None:
         output = StepOutput(

@@ -85,7 +85,7 @@ class EngineServer:
         """The loop. Raises what `Engine.step` raises, after which a new process has to take over."""
         try:
             while not self._is_over():
-                for key, _ in self._selector.select(self._patience_s()):
+                for key, _ in self._selector.select(self._engine.patience_s):
                     key.data()
                 if self._engine.has_work:
                     output = self._engine.step()
@@ -126,9 +126,6 @@ class EngineServer:
             return self._orphaned
         self._engine.handle(Drain())
         return self._engine.is_drained or time.monotonic() >= self._stop_at_s
-
-    def _patience_s(self) -> float | None:
-        return 0.0 if self._engine.has_work or self._engine.has_background else None
 
     def _close(self) -> None:
         for client in tuple(self._clients.values()):

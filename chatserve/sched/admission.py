@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from chatserve.sched.leaders import find_leader
 from chatserve.sched.outcome import Begun, Journal, Waiting
-from chatserve.sched.plan import Admitted
 from chatserve.sched.request import Phase
 
 if TYPE_CHECKING:
@@ -25,21 +24,32 @@ if TYPE_CHECKING:
 class AdmissionControl:
     """Moves requests from `queue` to `batch`, and notes in `journal` who has begun and where the others stand."""
 
-    __slots__ = ("_batch", "_journal", "_kv", "_max_running", "_queue")
+    __slots__ = ("_batch", "_journal", "_kv", "_max_running", "_min_fetched_tokens", "_queue")
 
-    def __init__(self, kv: KVManager, queue: WaitingQueue, batch: Batch, journal: Journal, *, max_running: int) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        queue: WaitingQueue,
+        batch: Batch,
+        journal: Journal,
+        *,
+        max_running: int,
+        min_fetched_blocks: int,
+    ) -> None:
         self._kv = kv
         self._queue = queue
         self._batch = batch
         self._journal = journal
         self._max_running = max_running
+        self._min_fetched_tokens = min_fetched_blocks * kv.block_size
 
     def let_in(self, draft: Draft) -> Request | None:
         """Let requests in until the budget, the rows or the blocks run out.
 
-        Returns the one for whom even an idle pool has no room, if it comes to that: it would wait for ever.
+        Returns the one for whom there is no room though nobody runs. It would wait for ever, unless blocks are on the
+        move that will be free.
         """
-        leaders = [request for request in self._batch if not request.is_decoding]
+        leaders = [request for request in self._batch if request.is_prefilling]
         for request in self._queue.in_order():
             if draft.budget <= 0 or draft.pressed or len(self._batch) >= self._max_running:
                 return None
@@ -56,9 +66,11 @@ class AdmissionControl:
                 continue
             if self._batch and not self._has_room(request, match.num_cached):
                 return None
-            if not self._enter(draft, request):
+            # What comes from the host does not hold up those who have a row, unless it is less than a step is worth.
+            ahead = bool(self._batch) and match.num_swapped >= self._min_fetched_tokens
+            if not self._enter(draft, request, ahead=ahead):
                 return None if self._batch else request
-            if not request.is_decoding:
+            if request.is_prefilling:
                 leaders.append(request)
         return None
 
@@ -104,29 +116,23 @@ class AdmissionControl:
         request.refused_at = None if fits else (num_unpinned, len(self._batch))
         return fits
 
-    def _enter(self, draft: Draft, request: Request) -> bool:
+    def _enter(self, draft: Draft, request: Request, *, ahead: bool) -> bool:
         """Admit one request with its first chunk. False: there are not enough blocks, and nothing has changed."""
-        admission = self._kv.admit(request.request_id, request.token_ids, request.user, request.num_shared_tokens)
+        admission = self._kv.admit(
+            request.request_id, request.token_ids, request.user, request.num_shared_tokens, ahead=ahead
+        )
         if admission is None:
             return False
         self._queue.take(request)
         self._batch.enter(request, admission)
-        draft.admitted.append(
-            Admitted(
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed=request.num_computed,
-                block_ids=admission.block_ids,
-                sampling=request.sampling,
-            )
-        )
         if not request.started:
             request.started = True
             self._journal.begun.append(
                 Begun(request.request_id, request.num_submitted, admission.num_cached, admission.num_swapped_in)
             )
-        end = min(len(request.token_ids), request.num_computed + draft.budget)
+        if not self._batch.is_ready(request):
+            return True
+        end = min(len(request.token_ids), request.num_scheduled + draft.budget)
         new_block_ids = self._batch.grow(request, end)
         if new_block_ids is None:
             draft.pressed = True  # it waits in the batch, holding its path

@@ -53,18 +53,22 @@ class Batch:
         self._left.clear()
         return left
 
-    def put_back_left(self, left: tuple[RequestId, ...]) -> None:
-        """The step that was to tell it failed: who knows how far the runner came."""
-        self._left.update(dict.fromkeys(left))
-
     # --- one request --------------------------------------------------------------------------------------------------
 
     def enter(self, request: Request, admission: Admission) -> None:
         """The KV manager has admitted it."""
-        request.phase = Phase.RUNNING
-        request.num_computed = request.num_committed = admission.num_computed
+        is_resident = self._kv.is_resident(request.request_id)
+        request.phase = Phase.RUNNING if is_resident else Phase.FETCHING
+        request.num_scheduled = request.num_computed = request.num_committed = admission.num_computed
+        request.admitted_with = admission.block_ids
         request.capacity = len(admission.block_ids) * self._kv.block_size
         insort(self._requests, request, key=by_arrival)
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether it may have a row: its blocks are there."""
+        if request.phase is Phase.FETCHING and self._kv.is_resident(request.request_id):
+            request.phase = Phase.RUNNING
+        return request.phase is Phase.RUNNING
 
     def grow(self, request: Request, end: int) -> tuple[BlockId, ...] | None:
         """Room for KV of its first `end` tokens: the new blocks; None, and no change, where there are not enough."""
@@ -96,13 +100,23 @@ class Batch:
 
     def _leave(self, request: Request) -> None:
         self._requests.remove(request)
-        self._left[request.request_id] = None
-        request.num_computed = request.num_committed = request.capacity = 0
+        if request.admitted_with is None:
+            self._left[request.request_id] = None
+        request.admitted_with = None
+        request.num_scheduled = request.num_computed = request.num_committed = request.capacity = 0
+        request.num_pending = 0
 
     def check(self) -> None:
         assert self._requests == sorted(self._requests, key=by_arrival)
         for request in self._requests:
-            assert request.phase is Phase.RUNNING
-            assert request.num_committed <= request.num_computed <= request.capacity
+            assert request.phase in (Phase.RUNNING, Phase.FETCHING)
+            assert request.num_committed <= request.num_computed <= request.num_scheduled <= request.capacity
             assert request.num_computed < len(request.token_ids) < request.max_length
-            assert request.request_id not in self._left
+            length = len(request.token_ids) + request.num_pending
+            assert request.num_scheduled < length <= request.max_length, "computes what will never be there"
+            if request.phase is Phase.FETCHING:
+                assert request.num_scheduled == request.num_computed, "a row that reads what is not there yet"
+            if request.admitted_with is not None:
+                assert request.num_scheduled == request.num_computed
+            else:
+                assert request.request_id not in self._left

@@ -38,7 +38,7 @@ class Blocker:
     def holds(self) -> bool:
         """Count one more turn and say whether the wait goes on."""
         leader = self.leader
-        if leader.phase is not Phase.RUNNING or leader.num_computed >= self.num_common:
+        if leader.phase not in (Phase.RUNNING, Phase.FETCHING) or leader.num_computed >= self.num_common:
             return False
         if leader.num_computed > self.seen_computed:
             self.seen_computed = leader.num_computed

@@ -1,6 +1,6 @@
 """One generation as the scheduler sees it: token ids, how far their KV is computed, and when it has to end.
 
-Plain state without policy; only the scheduler writes it. Knows nothing of blocks but their count.
+Plain state without policy; only the scheduler writes it. Knows no blocks, but how many and those it was admitted with.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from chatserve.sched.leaders import Blocker
-    from chatserve.types import RequestId, SamplingParams, UserId
+    from chatserve.types import BlockId, RequestId, SamplingParams, UserId
 
 
 class Phase(enum.Enum):
     """Where a request is. It starts `WAITING`, and `FINISHED` is final."""
 
     WAITING = enum.auto()
+    FETCHING = enum.auto()
+    """Admitted; its blocks are on their way from the host, and until they are there it has no row."""
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()
@@ -25,11 +27,15 @@ class Phase(enum.Enum):
 class Request:
     """Token ids of prompt and output in one list, of which KV of the first `num_computed` stands in blocks.
 
+    Steps in flight are ahead of that: they compute KV up to `num_scheduled`, and sample `num_pending` tokens that will
+    follow those in the list.
+
     `max_length` is the length in tokens at which the generation ends with reason `length`. `arrival` orders requests
     by age and is unique. Tokens from `num_submitted` on are this run's output.
     """
 
     __slots__ = (
+        "admitted_with",
         "arrival",
         "awaits_reading",
         "blocked_on",
@@ -38,7 +44,9 @@ class Request:
         "num_committed",
         "num_computed",
         "num_leaders",
+        "num_pending",
         "num_prompt_tokens",
+        "num_scheduled",
         "num_shared_tokens",
         "num_submitted",
         "phase",
@@ -79,11 +87,15 @@ class Request:
             self.max_length = min(context_tokens, num_prompt_tokens + sampling.max_tokens)
         self.phase = Phase.WAITING
         self.started = False
+        self.num_scheduled = 0
+        self.num_pending = 0
         self.num_computed = 0
         self.num_committed = 0
         """Of the computed ones, those that the KV manager has been told of."""
         self.capacity = 0
         """Slots in the request's blocks: KV of so many tokens fits before it must grow."""
+        self.admitted_with: tuple[BlockId, ...] | None = None
+        """The blocks it was admitted with, until its first row tells the runner of them."""
         self.blocked_on: Blocker | None = None
         self.awaits_reading = True
         """Some of its path may have to be read from a snapshot."""
@@ -99,13 +111,9 @@ class Request:
         return len(self.token_ids) - self.num_submitted
 
     @property
-    def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
-
-    @property
-    def is_decoding(self) -> bool:
-        """Only the newest token's KV is missing: one row of one token gives the next."""
-        return self.num_computed == len(self.token_ids) - 1
+    def is_prefilling(self) -> bool:
+        """More than the newest token's KV has still to be computed."""
+        return self.num_computed < len(self.token_ids) - 1
 
     def __repr__(self) -> str:
         return f"<{self.request_id} {self.phase.name.lower()} {self.num_computed}/{len(self.token_ids)}>"

@@ -4,13 +4,19 @@ Continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi-Serve, 
 one token of every request that decodes, and fills what is left of the token budget with chunks of prompts, oldest
 first.
 
+Steps may overlap: the next one is planned while others are in flight, as if each of their rows would go well and no
+token would end a generation. An end is found a step late, and the row that was one too many is dropped with whatever it
+computed. Nobody else sees that: KV is shared once the tokens that it is of are known, and blocks are given to others by
+steps that come later on the device.
+
 Owns the requests from their submission to their one end, and the rows of each step; `batch` owns who runs, `queue` the
 order of those who wait, `admission` who of them may join, the KV manager the blocks. The plan is a frozen value and a
 function of the state alone: no clock, no randomness. Knows no text, no clients and nothing of how a plan is executed.
 
 Why nothing starves and nothing locks up:
 - `max_running` is at most the budget, so a step has room for everyone who decodes and for the oldest prompt.
-- When blocks run out, the newest request gives its own back. The newest one itself waits in place, holding what it
+- When blocks run out, no step begins until none is in flight and nothing is copied in the background: what they hold
+  may be enough. Then the newest request gives its own back. The newest one itself waits in place, holding what it
   computed. One that is alone fits, because what does not is refused at `submit`; if it holds blocks twice (what it
   computed beside another that computed the same), it lets go and comes back to one of each.
 - Preempted requests are readmitted before others are admitted, and only into room for all that they need.
@@ -20,14 +26,15 @@ Why nothing starves and nothing locks up:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Final
 
 from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.admission import AdmissionControl
 from chatserve.sched.batch import Batch
 from chatserve.sched.draft import Draft
 from chatserve.sched.outcome import Ended, Journal, Outcome, Sampled
-from chatserve.sched.plan import StepPlan, StepResult
+from chatserve.sched.plan import StepPlan, StepResult, Transfers
 from chatserve.sched.queue import WaitingQueue
 from chatserve.sched.request import Phase, Request
 from chatserve.types import FinishReason, RequestId, SamplingParams, UserId
@@ -38,15 +45,38 @@ if TYPE_CHECKING:
     from chatserve.cache.kv_manager import KVManager
 
 
+MIN_FETCHED_BLOCKS: Final = 8
+"""Fewer blocks from the host than this are copied by the step that needs them, in less time than a turn of the loop."""
+
+
+class _Flight:
+    """A step that was launched and has not been booked."""
+
+    __slots__ = ("gone", "plan")
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.gone: set[RequestId] = set()
+        """Requests that have ended since, whose rows are dropped."""
+
+
 class Scheduler:
-    """`submit` and `cancel` between steps; `schedule`, execute, then `commit` (or `fail`) for each step.
+    """`submit` and `cancel` at any time; `schedule`, launch, then `commit` (or `fail`) for each step in its order.
 
     `max_batched_tokens` bounds the tokens of a step, `max_running` the rows, `max_queued` those never admitted yet, and
-    `context_tokens` the length of one request with its output, which the pool must be able to hold alone.
+    `context_tokens` the length of one request with its output, which the pool must be able to hold alone. A request
+    that needs at least `min_fetched_blocks` from the host while others run waits for them and holds up no step.
     """
 
     def __init__(
-        self, kv: KVManager, *, max_batched_tokens: int, max_running: int, max_queued: int, context_tokens: int
+        self,
+        kv: KVManager,
+        *,
+        max_batched_tokens: int,
+        max_running: int,
+        max_queued: int,
+        context_tokens: int,
+        min_fetched_blocks: int = MIN_FETCHED_BLOCKS,
     ) -> None:
         assert max_batched_tokens > 0
         assert max_running > 0
@@ -60,8 +90,20 @@ class Scheduler:
         self._journal = Journal()
         self._queue = WaitingQueue()
         self._batch = Batch(kv)
-        self._admission = AdmissionControl(kv, self._queue, self._batch, self._journal, max_running=self._max_running)
-        self._in_flight: StepPlan | None = None
+        self._admission = AdmissionControl(
+            kv,
+            self._queue,
+            self._batch,
+            self._journal,
+            max_running=self._max_running,
+            min_fetched_blocks=min_fetched_blocks,
+        )
+        self._flights: deque[_Flight] = deque()
+        """Oldest first."""
+        self._background: dict[int, Transfers] = {}
+        """What is copied in the background, by the number of the step that brought it."""
+        self._starved = False
+        """A row found no blocks: no step begins until what is under way has ended."""
         self._step = 0
         self._arrivals = 0
 
@@ -86,7 +128,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` may do something, or `take_outcome` has an end to tell."""
-        return bool(self._requests or self._batch.has_left or self._journal.ended)
+        return bool(self._requests or self._batch.has_left or self._journal.ended or self._flights)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether anything is being copied in the background."""
+        return bool(self._background)
 
     def submit(
         self,
@@ -133,7 +180,6 @@ class Scheduler:
 
     def cancel(self, request_id: RequestId, keep: int | None = None) -> None:
         """End a request, if it is here, with `keep` of its output tokens (None: all) left in its path."""
-        assert self._in_flight is None, "cancel comes between steps"
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, FinishReason.CANCELLED, keep=keep)
@@ -144,7 +190,7 @@ class Scheduler:
             self.cancel(request_id)
 
     def take_outcome(self) -> Outcome:
-        """What happened since the last `commit`, `fail` or `take_outcome`."""
+        """What happened since the last time."""
         return self._journal.take()
 
     def settle(self) -> None:
@@ -154,76 +200,109 @@ class Scheduler:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_quiet(self) -> bool:
+        """Nothing is under way, so that every block is where it belongs."""
+        return not self._flights and not self._background
+
     def schedule(self) -> StepPlan:
-        """The next step. Falsy where there is nothing to do."""
-        assert self._in_flight is None, "a step is committed before the next one is planned"
+        """The next step, which is in flight from now on. Falsy, and not in flight, where there is nothing to do now."""
+        if self._starved and not self._is_quiet:
+            return StepPlan(self._step, (), Transfers(), (), ())
+        self._starved = False
         draft = Draft(self._max_batched_tokens)
-        prefilling: list[Request] = []
-        for request in self._batch:
-            if request.is_decoding:
-                self._place(draft, request)
-            else:
-                prefilling.append(request)
-        for request in prefilling:
-            if draft.budget > 0:
-                self._place(draft, request)
+        self._place_running(draft)
         if self._queue:
-            if not draft.pressed and (hopeless := self._admission.let_in(draft)) is not None:
+            if not draft.pressed and (hopeless := self._admission.let_in(draft)) is not None and self._is_quiet:
                 self._give_up(hopeless)
             self._admission.tell_positions()
-        self._kv.reclaim()
+        admitted, rows = draft.close()
         plan = StepPlan(
             step=self._step,
             removed=self._batch.take_left(),
             transfers=self._kv.take_transfers(),
-            admitted=tuple(draft.admitted),
-            rows=tuple(draft.rows.values()),
+            admitted=admitted,
+            rows=rows,
+            # Blocks on their way to the host cannot be had: not while somebody waits for blocks.
+            background=self._kv.take_background(write_through=not draft.pressed and not self._queue),
         )
-        self._step += 1
-        self._in_flight = plan
+        if plan:
+            self._flights.append(_Flight(plan))
+            if plan.background:
+                self._background[plan.step] = plan.background
+            self._step += 1
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> Outcome:
-        """Book an executed plan: KV is there, and each row with `sample` has one more token."""
-        assert plan is self._in_flight, "a plan is committed once, and in order"
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Book the oldest step in flight: KV is there, and each row with `sample` has one more token."""
         assert result.step == plan.step, f"expected the result of step {plan.step}, got that of {result.step}"
-        self._in_flight = None
-        self._kv.transfers_done(plan.transfers)
+        gone = self._land(plan)
+        block_size = self._kv.block_size
         tokens = iter(result.token_ids)
         for row in plan.rows:
+            if row.request_id in gone:
+                if row.sample:
+                    next(tokens)
+                continue
             request = self._requests[row.request_id]
             end = row.start + row.num_tokens
             request.num_computed = end
             # Output is of no use to others before it ends, so that half a block of it can wait.
-            if end <= request.num_submitted or end % self._kv.block_size == 0:
+            if end <= request.num_submitted or end % block_size == 0:
                 self._batch.settle(request)
             if row.sample:
+                request.num_pending -= 1
                 self._append(request, next(tokens))
         assert next(tokens, None) is None, "the runner gave more tokens than rows ask for"
-        return self._journal.take()
 
-    def fail(self, plan: StepPlan, detail: str) -> Outcome:
-        """Book a plan whose computation failed after its transfers were made: its rows' requests end with `error`."""
-        assert plan is self._in_flight
-        self._in_flight = None
+    def fail(self, plan: StepPlan, detail: str) -> None:
+        """Book the oldest step in flight, whose transfers were made and whose rows were not computed: their requests
+        end with `error`, and whatever later steps in flight compute for them is dropped.
+        """
+        gone = self._land(plan)
+        for row in plan.rows:
+            if row.request_id not in gone:
+                self._end(self._requests[row.request_id], FinishReason.ERROR, detail=detail)
+
+    def background_done(self, step: int) -> None:
+        """What the plan of that number had copied in the background is there."""
+        self._kv.transfers_done(self._background.pop(step))
+
+    def _land(self, plan: StepPlan) -> set[RequestId]:
+        """Take the oldest step out of flight. The requests that have ended since it was planned."""
+        flight = self._flights.popleft()
+        assert flight.plan is plan, "a plan is booked once, and in order"
         self._kv.transfers_done(plan.transfers)
-        failed = {row.request_id for row in plan.rows} | {admitted.request_id for admitted in plan.admitted}
-        for request in self._batch:
-            if request.request_id in failed:
-                self._end(request, FinishReason.ERROR, detail=detail)
-        self._batch.put_back_left(plan.removed)
-        return self._journal.take()
+        return flight.gone
 
     # --- the running --------------------------------------------------------------------------------------------------
 
+    def _place_running(self, draft: Draft) -> None:
+        """Rows for all who decode, then for prompts, oldest first."""
+        prefilling: list[Request] = []
+        for request in self._batch:
+            length = len(request.token_ids) + request.num_pending
+            if request.num_scheduled < length - 1:
+                prefilling.append(request)
+            elif length < request.max_length:  # else its last token is under way
+                self._place(draft, request)
+        for request in prefilling:
+            if draft.budget > 0:
+                self._place(draft, request)
+
     def _place(self, draft: Draft, request: Request) -> None:
         """Give a running request its row, preempting newer ones for the blocks, or leave it out of this step."""
-        if request.phase is not Phase.RUNNING:  # preempted by an older one of this step
+        if not self._batch.is_ready(request):  # or preempted by an older one of this step
             return
-        end = min(len(request.token_ids), request.num_computed + draft.budget)
+        end = min(len(request.token_ids) + request.num_pending, request.num_scheduled + draft.budget)
+        if self._starved and end > request.capacity:  # older ones wait for blocks
+            return
         new_block_ids = self._batch.grow(request, end)
         while new_block_ids is None:
             draft.pressed = True
+            if not self._is_quiet:
+                self._starved = True
+                return
             newest = self._batch.newest
             if newest is not request or len(self._batch) == 1:
                 draft.discard(newest)
@@ -265,8 +344,10 @@ class Scheduler:
         kept = request.token_ids
         if keep is not None and keep < num_output_tokens:
             kept = kept[: request.num_submitted + max(keep, 0)]
-        if request.phase is Phase.RUNNING:
+        if request.phase in (Phase.RUNNING, Phase.FETCHING):
             self._batch.finish(request, len(kept))
+            for flight in self._flights:
+                flight.gone.add(request.request_id)
         elif request in self._queue:
             self._queue.remove(request)
         request.phase = Phase.FINISHED
@@ -287,6 +368,16 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
+        for request in self._requests.values():
+            rows = [
+                row
+                for flight in self._flights
+                if request.request_id not in flight.gone
+                for row in flight.plan.rows
+                if row.request_id == request.request_id
+            ]
+            assert request.num_pending == sum(row.sample for row in rows)
+            assert request.num_scheduled - request.num_computed == sum(row.num_tokens for row in rows)
         self._queue.check()
         self._batch.check()
         assert len(self._batch) <= self._max_running

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chatserve.types import UserId
+from chatserve.types import RequestId, UserId
 from tests.cache.token_storage import Cache, Running
 
 USERS = st.sampled_from(["ann", "bob"])
@@ -54,7 +54,7 @@ class KVMachine(RuleBasedStateMachine):
         token_ids, user, shared = self.draw_sequence(data)
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
-        running = self.cache.admit(name, token_ids, user, shared)
+        running = self.cache.admit(name, token_ids, user, shared, ahead=data.draw(st.booleans()))
         if running is None:
             return None
         may_be_found = 0
@@ -78,6 +78,7 @@ class KVMachine(RuleBasedStateMachine):
         if name is None:
             return
         running = self.cache.running[name]
+        self.fetch(name)
         if self.cache.grow(name, len(running.token_ids)):
             self.planned[name] = len(running.token_ids) - running.num_computed
         self.launch(execute=True)
@@ -91,12 +92,27 @@ class KVMachine(RuleBasedStateMachine):
         if self.cache.under_way is not None:
             self.cache.land()
         for name in self.cache.running:
+            self.fetch(name)
             self.plan(name, 100, token_id)
         self.launch(execute=True)
         self.cache.land()
 
+    def fetch(self, name: str) -> None:
+        """Let the copies that a request waits for come to their end."""
+        if self.cache.kv.is_resident(RequestId(name)):
+            return
+        if self.cache.under_way is not None:
+            self.cache.land()
+        self.launch(execute=True)
+        self.cache.land()
+        for copying in tuple(self.cache.copying):
+            self.cache.end_copying(copying)
+        assert self.cache.kv.is_resident(RequestId(name))
+
     def plan(self, name: str, chunk: int, token_id: int) -> None:
         running = self.cache.running[name]
+        if not self.cache.kv.is_resident(RequestId(name)):
+            return
         if name in self.planned or (self.cache.under_way and name in self.cache.under_way.rows):
             return
         if running.num_computed == len(running.token_ids):
@@ -132,9 +148,9 @@ class KVMachine(RuleBasedStateMachine):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.cache.under_way is None)
-    @rule(execute=st.booleans())
-    def launch(self, execute: bool) -> None:
-        self.cache.launch(self.planned)
+    @rule(execute=st.booleans(), write_through=st.booleans())
+    def launch(self, execute: bool, write_through: bool = False) -> None:
+        self.cache.launch(self.planned, write_through=write_through)
         self.planned = {}
         if execute:
             self.cache.execute()
@@ -147,9 +163,13 @@ class KVMachine(RuleBasedStateMachine):
 
     # --- background ---------------------------------------------------------------------------------------------------
 
-    @rule()
-    def reclaim(self) -> None:
-        self.cache.kv.reclaim()
+    @precondition(lambda self: self.cache.copying)
+    @rule(data=st.data(), end=st.booleans())
+    def copy(self, data: st.DataObject, end: bool) -> None:
+        copying = data.draw(st.sampled_from(self.cache.copying))
+        self.cache.copy(copying)
+        if end:
+            self.cache.end_copying(copying)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -190,7 +210,8 @@ class KVMachine(RuleBasedStateMachine):
             self.cache.land()
         for name in list(self.cache.running):
             self.cache.finish(name)
-        self.cache.step()
+        for _ in range(3):  # hints that are planned; what the page daemon does about them; what it finds next
+            self.cache.step()
         self.cache.expect_idle()
         for known in self.known:
             for cut in range(len(known.token_ids), 0, -1):

@@ -67,10 +67,21 @@ class Running:
 class Step:
     transfers: Transfers
     present: dict[str, Running]
-    """Requests that were admitted when the step was planned."""
+    """Requests that were admitted when the step was planned, and for which nothing was under way in the background."""
     rows: dict[str, tuple[Running, int]]
     """By request: how many tokens are computed."""
     writes: list[tuple[list[BlockId], int, list[int]]] = field(default_factory=list)
+    spoils: list[BlockId] = field(default_factory=list)
+    """Blocks that the background fills."""
+    executed: bool = False
+
+
+@dataclass(eq=False)
+class Copying:
+    """Transfers in the background: each block is read and written at some time before they are done."""
+
+    transfers: Transfers
+    after: Step
     executed: bool = False
 
 
@@ -94,6 +105,7 @@ class Cache:
         self.block_size = block_size
         self.running: dict[str, Running] = {}
         self.under_way: Step | None = None
+        self.copying: list[Copying] = []
 
     # --- a request ----------------------------------------------------------------------------------------------------
 
@@ -102,9 +114,11 @@ class Cache:
         self.kv.check()
         return found.num_cached + found.num_swapped
 
-    def admit(self, name: str, token_ids: Sequence[int], user: str = "ann", shared: int = 0) -> Running | None:
+    def admit(
+        self, name: str, token_ids: Sequence[int], user: str = "ann", shared: int = 0, *, ahead: bool = False
+    ) -> Running | None:
         matched = self.match(token_ids, user)
-        admission = self.kv.admit(RequestId(name), token_ids, UserId(user), shared)
+        admission = self.kv.admit(RequestId(name), token_ids, UserId(user), shared, ahead=ahead)
         self.kv.check()
         if admission is None:
             return None
@@ -140,10 +154,11 @@ class Cache:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def launch(self, computes: Mapping[str, int] | None = None) -> None:
+    def launch(self, computes: Mapping[str, int] | None = None, *, write_through: bool = False) -> None:
         """Take the planned transfers, for a step that computes the next so many tokens of some requests."""
         assert self.under_way is None
-        step = Step(self.kv.take_transfers(), dict(self.running), {})
+        present = {name: running for name, running in self.running.items() if self.kv.is_resident(RequestId(name))}
+        step = Step(self.kv.take_transfers(), present, {})
         self.kv.check()
         for name, num_tokens in (computes or {}).items():
             running = self.running[name]
@@ -151,6 +166,26 @@ class Cache:
             step.rows[name] = running, num_tokens
             step.writes.append((list(running.table), start, running.token_ids[start : start + num_tokens]))
         self.under_way = step
+        background = self.kv.take_background(write_through=write_through)
+        self.kv.check()
+        if background:
+            self.copying.append(Copying(background, step))
+            for swap in background.swap_in:  # what stands in the block meanwhile is nothing to rely on
+                step.spoils.append(swap.dst)
+
+    def copy(self, copying: Copying) -> None:
+        """What the device does in the background, at any time after the transfers of the step that it came with."""
+        if not copying.after.executed:
+            self.execute()
+        if not copying.executed:
+            copying.executed = True
+            self.storage.execute(copying.transfers)
+
+    def end_copying(self, copying: Copying) -> None:
+        self.copy(copying)
+        self.copying.remove(copying)
+        self.kv.transfers_done(copying.transfers)
+        self.kv.check()
 
     def execute(self) -> None:
         """What the device does with the step that is under way, at any time before it lands."""
@@ -160,6 +195,8 @@ class Cache:
             return
         step.executed = True
         self.storage.execute(step.transfers)
+        for block_id in step.spoils:
+            self.storage.device[block_id] = [GARBAGE] * self.block_size
         for name, running in step.present.items():
             self._expect_own_tokens(name, running)
         for table, start, token_ids in step.writes:
@@ -185,9 +222,11 @@ class Cache:
             self.kv.transfers_done(step.transfers)
             self.kv.check()
 
-    def step(self, computes: Mapping[str, int] | None = None) -> None:
-        self.launch(computes)
+    def step(self, computes: Mapping[str, int] | None = None, *, write_through: bool = False) -> None:
+        self.launch(computes, write_through=write_through)
         self.execute()
+        for copying in tuple(self.copying):
+            self.end_copying(copying)
         self.expect_true_blocks()
         self.land()
 
@@ -209,18 +248,23 @@ class Cache:
     # --- what must hold -----------------------------------------------------------------------------------------------
 
     def expect_true_blocks(self) -> None:
-        """Every cached block holds its node's tokens. Only where nothing is planned that has not been executed."""
+        """Every cached block holds its node's tokens. Only where nothing is planned for a step and not executed."""
+        waiting = [copying.transfers for copying in self.copying if not copying.executed]
+        absent = {swap.dst for transfers in waiting for swap in transfers.swap_in}
+        absent |= set(self.kv._transfers._fetches)
+        absent_on_host = {out.dst for transfers in waiting for out in transfers.swap_out}
         for node in self.kv._tree.walk():
             token_ids = unpack(node.key[TAG_BYTES:])
-            if node.block_id is not None:
+            if node.block_id is not None and node.block_id not in absent:
                 assert self.storage.device[node.block_id][: len(token_ids)] == token_ids
-            if node.host_block_id is not None:
+            if node.host_block_id is not None and node.host_block_id not in absent_on_host:
                 assert self.storage.host[node.host_block_id][: len(token_ids)] == token_ids
 
     def read_back(self) -> None:
         """Every running request reads its own tokens. Only where nothing planned concerns it."""
         for name, running in self.running.items():
-            self._expect_own_tokens(name, running)
+            if self.kv.is_resident(RequestId(name)):
+                self._expect_own_tokens(name, running)
 
     def expect_idle(self) -> None:
         """Nothing runs: no pin, no transit, nothing private, and all blocks add up."""

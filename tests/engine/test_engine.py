@@ -13,7 +13,7 @@ from chatserve.engine.paths import PathTable
 from chatserve.sched.plan import StepFailedError, StepPlan, TransfersFailedError
 from chatserve.types import RequestId, UserId
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
-from tests.fakes.fake_runner import FakeRunner
+from tests.fakes.fake_runner import FakeRunner, LateRunner
 
 BOB = UserId("bob")
 GREEDY = make_submit("x", (1,)).sampling
@@ -379,9 +379,15 @@ class FailAt:
 
 @pytest.mark.parametrize("step", range(6))
 @pytest.mark.parametrize("error", [RuntimeError("unknown"), StepFailedError("out of memory")])
-def test_a_failed_step_ends_its_requests_with_an_error_and_the_engine_goes_on(error: Exception, step: int) -> None:
+@pytest.mark.parametrize("late", [None, "when it is launched", "when it is waited for"])
+def test_a_failed_step_ends_its_requests_with_an_error_and_the_engine_goes_on(
+    late: str | None, error: Exception, step: int
+) -> None:
     gate = FailAt(error, step)
-    runner = FakeRunner(num_blocks=64, gate=gate)
+    if late is None:
+        runner = FakeRunner(num_blocks=64, gate=gate)
+    else:
+        runner = LateRunner(seed=step, fails_early=late == "when it is launched", num_blocks=64, gate=gate)
     engine = make_engine(runner, max_batched_tokens=16, max_running=2)
     for n in range(4):
         engine.handle(make_submit(f"r{n}", [n + 1] * 30))

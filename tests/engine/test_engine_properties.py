@@ -1,4 +1,6 @@
-"""Whatever clients do, and however small the pools: right text, one end each, and nothing left over."""
+"""Whatever clients do, however small the pools, and however late the device: right text, one end each, and nothing left
+over.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from chatserve.engine.messages import Hint, PathRef, Release
 from chatserve.types import RequestId, UserId
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
-from tests.fakes.fake_runner import FakeRunner
+from tests.fakes.fake_runner import FakeRunner, LateRunner
 
 BLOCK_SIZE = 4
 STOP = 3
@@ -33,19 +35,41 @@ class EngineMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 8, 40]),
         budget=st.sampled_from([1, 5, 16, 64]),
         max_running=st.integers(1, 6),
-        data=st.data(),
+        min_fetched_blocks=st.sampled_from([0, 1, 8]),
+        max_in_flight=st.sampled_from([1, 2, 2, 3]),
+        seed=st.integers(0, 1000),
     )
-    def start(self, num_blocks: int, num_host_blocks: int, budget: int, max_running: int, data: object) -> None:
-        self.runner = FakeRunner(
-            num_blocks=num_blocks,
-            num_host_blocks=num_host_blocks,
-            block_size=BLOCK_SIZE,
-            vocab_size=VOCAB,
-            stop_token_id=STOP,
-            stop_one_in=9,
+    def start(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        budget: int,
+        max_running: int,
+        min_fetched_blocks: int,
+        max_in_flight: int,
+        seed: int,
+    ) -> None:
+        options = {
+            "num_blocks": num_blocks,
+            "num_host_blocks": num_host_blocks,
+            "block_size": BLOCK_SIZE,
+            "vocab_size": VOCAB,
+            "stop_token_id": STOP,
+            "stop_one_in": 9,
+        }
+        self.runner = (
+            FakeRunner(**options)
+            if max_in_flight == 1
+            else LateRunner(seed=seed, max_in_flight=max_in_flight, **options)
         )
         self.budget = budget
-        self.engine = make_engine(self.runner, max_batched_tokens=budget, max_running=max_running, max_queued=12)
+        self.engine = make_engine(
+            self.runner,
+            max_batched_tokens=budget,
+            max_running=max_running,
+            max_queued=12,
+            min_fetched_blocks=min_fetched_blocks,
+        )
         self.transcript = Transcript()
         self.sent: dict[str, tuple[list[int], int]] = {}
         """What each request was to continue, and its max_tokens."""

@@ -19,7 +19,7 @@ from chatserve.engine.messages import (
 )
 from chatserve.engine.paths import PathTable
 from chatserve.engine.snapshot import Snapshot
-from chatserve.sched.scheduler import Scheduler
+from chatserve.sched.scheduler import MIN_FETCHED_BLOCKS, Scheduler
 from chatserve.types import RequestId, SamplingParams, UserId
 from tests.fakes.fake_runner import FakeRunner
 
@@ -35,6 +35,7 @@ def make_engine(
     max_running: int = 64,
     max_queued: int = 256,
     context_tokens: int | None = None,
+    min_fetched_blocks: int = MIN_FETCHED_BLOCKS,
     paths: PathTable | None = None,
     kv_snapshot: Path | None = None,
     snapshot_blocks: int = 1_000_000,
@@ -55,6 +56,7 @@ def make_engine(
         max_running=max_running,
         max_queued=max_queued,
         context_tokens=context_tokens,
+        min_fetched_blocks=min_fetched_blocks,
     )
     info = EngineInfo(
         epoch=f"epoch-{next(_epochs)}",

@@ -8,8 +8,11 @@ too early or taken from another sequence changes the text.
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +96,7 @@ class FakeRunner:
         self.context_tokens = context_tokens
         self.gate = gate
         self.plans: list[StepPlan] = []
-        """Every plan executed, for tests to look at."""
+        """Every plan launched, for tests to look at."""
         self.keep_plans = True
         self._stop_token_id = stop_token_id
         self._stop_one_in = stop_one_in
@@ -119,6 +122,8 @@ class FakeRunner:
         return len(self._sequences)
 
     def launch(self, plan: StepPlan) -> PendingStep:
+        if self.keep_plans:
+            self.plans.append(plan)
         return CompletedStep(self._execute(plan))
 
     def poll_background(self) -> tuple[int, ...]:
@@ -126,40 +131,50 @@ class FakeRunner:
         return done
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        if self.keep_plans:
-            self.plans.append(plan)
+        """All that a step does on the device. Where its rows fail, those who have one go on with garbage."""
         for request_id in plan.removed:
             self._sequences.pop(request_id, None)
         self._transfer(plan.transfers)
-        if plan.background:
-            self._transfer(plan.background)
-            self._background_done.append(plan.step)
+        self._begin_background(plan)
         for admitted in plan.admitted:
             assert admitted.request_id not in self._sequences, f"{admitted.request_id} is in the batch already"
             assert 0 <= admitted.num_computed < len(admitted.token_ids)
             assert admitted.num_computed <= len(admitted.block_ids) * self.block_size
             self._sequences[admitted.request_id] = _Sequence(admitted.token_ids, admitted.block_ids, admitted.sampling)
-        if self.gate is not None:
-            self.gate(plan)
+        error: Exception | None = None
+        try:
+            if self.gate is not None:
+                self.gate(plan)
+        except Exception as raised:
+            error = raised
         token_ids: list[int] = []
         for row in plan.rows:
             sequence = self._sequences[row.request_id]
             for block_id in row.new_block_ids:
                 self._device[block_id] = POISON
             sequence.block_ids.extend(row.new_block_ids)
-            self._compute(sequence, row.start, row.start + row.num_tokens)
+            if error is None:
+                self._compute(sequence, row.start, row.start + row.num_tokens)
             if row.sample:
                 assert row.start + row.num_tokens == len(sequence.token_ids)
-                token_id = self._sample(sequence)
+                token_id = self._sample(sequence) if error is None else 0
                 sequence.token_ids.append(token_id)
                 token_ids.append(token_id)
+        if error is not None:
+            raise error
         return StepResult(plan.step, tuple(token_ids))
+
+    def _begin_background(self, plan: StepPlan) -> None:
+        if plan.background:
+            self._transfer(plan.background)
+            self._background_done.append(plan.step)
 
     def _transfer(self, transfers: Transfers) -> None:
         for out in transfers.swap_out:
             self._host[out.dst] = self._device[out.src]
         for back in transfers.swap_in:
             self._device[back.dst] = self._host[back.src]
+            assert (self._device[back.dst, :, 0] != POISON).all(), "brings back what was never taken out"
         for copy in transfers.copies:
             assert 0 < copy.num_tokens <= self.block_size
             kept = self._device[copy.src, :, : copy.num_tokens].copy()
@@ -216,3 +231,106 @@ class FakeRunner:
             previous = digest_of(previous, token_id)
             digests.append(previous)
         return output
+
+
+class LateRunner(FakeRunner):
+    """A device that lags behind by up to `max_in_flight` steps, each of which it executes at some time of its own.
+
+    Steps run in the order of their launches, the latest when they are waited for. Copies in the background run one
+    block at a time, anywhere between the transfers of the step that brought them and the time they are said to be done;
+    until then their targets are poisoned.
+    """
+
+    def __init__(self, *, seed: int, max_in_flight: int = 2, fails_early: bool = False, **options: Any) -> None:
+        """With `fails_early`, a step that fails does so when it is launched."""
+        super().__init__(**options)
+        self._fails_early = fails_early
+        self.max_in_flight = max_in_flight
+        self._random = random.Random(seed)
+        self._laziness = self._random.choice([0.0, 0.3, 0.7, 1.0])
+        self._queue: deque[StepPlan] = deque()
+        self._results: dict[int, StepResult | Exception] = {}
+        self._copies: dict[int, list[Transfers]] = {}
+        """What is still to be copied, by the number of the step that brought it; each one block."""
+        self.num_waiting = 0
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        if self.keep_plans:
+            self.plans.append(plan)
+        self._queue.append(plan)
+        self.num_waiting += 1
+        assert self.num_waiting <= self.max_in_flight
+        self._advance()
+        if self._fails_early:
+            while self._queue:
+                self._run_next()
+            if isinstance(self._results[plan.step], Exception):
+                self.result(plan.step)
+        return _LateStep(self, plan.step)
+
+    def poll_background(self) -> tuple[int, ...]:
+        self._advance()
+        for copies in self._copies.values():
+            self._copy_some(copies)
+        done = [step for step, copies in self._copies.items() if not copies and self._random.random() < 0.7]
+        for step in done:
+            del self._copies[step]
+        return tuple(done)
+
+    def has_result(self, step: int) -> bool:
+        self._advance()
+        return step in self._results
+
+    def result(self, step: int) -> StepResult:
+        """Execute whatever has to be executed for it."""
+        while step not in self._results:
+            self._run_next()
+        self.num_waiting -= 1
+        result = self._results.pop(step)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _advance(self) -> None:
+        while self._queue and self._random.random() > self._laziness:
+            self._run_next()
+
+    def _run_next(self) -> None:
+        for copies in self._copies.values():
+            self._copy_some(copies)
+        plan = self._queue.popleft()
+        try:
+            self._results[plan.step] = self._execute(plan)
+        except AssertionError:
+            raise
+        except Exception as error:
+            self._results[plan.step] = error
+
+    def _begin_background(self, plan: StepPlan) -> None:
+        if not plan.background:
+            return
+        assert not plan.background.copies
+        for swap in plan.background.swap_in:
+            self._device[swap.dst] = POISON
+        copies = [Transfers(swap_out=(out,)) for out in plan.background.swap_out]
+        copies += [Transfers(swap_in=(swap,)) for swap in plan.background.swap_in]
+        self._random.shuffle(copies)
+        self._copies[plan.step] = copies
+
+    def _copy_some(self, copies: list[Transfers]) -> None:
+        while copies and self._random.random() > self._laziness / 2:
+            self._transfer(copies.pop())
+
+
+class _LateStep:
+    """Implements `sched.plan.PendingStep`."""
+
+    def __init__(self, runner: LateRunner, step: int) -> None:
+        self._runner = runner
+        self._step = step
+
+    def is_done(self) -> bool:
+        return self._runner.has_result(self._step)
+
+    def wait(self) -> StepResult:
+        return self._runner.result(self._step)

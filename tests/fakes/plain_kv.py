@@ -52,12 +52,21 @@ class PlainKV:
         return False
 
     def admit(
-        self, request_id: RequestId, token_ids: Sequence[int], user: UserId, num_shared_tokens: int
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        user: UserId,
+        num_shared_tokens: int,
+        *,
+        ahead: bool = False,
     ) -> PlainAdmission | None:
         assert request_id not in self._tables
         self._tables[request_id] = []
         self._num_tokens[request_id] = 0
         return PlainAdmission()
+
+    def is_resident(self, request_id: RequestId) -> bool:
+        return True
 
     def grow(self, request_id: RequestId, num_tokens: int) -> tuple[BlockId, ...] | None:
         table = self._tables[request_id]
@@ -85,8 +94,8 @@ class PlainKV:
     def transfers_done(self, transfers: Transfers) -> None:
         assert not transfers
 
-    def reclaim(self) -> None:
-        pass
+    def take_background(self, *, write_through: bool = True) -> Transfers:
+        return Transfers()
 
     def hint(self, token_ids: Sequence[int], user: UserId) -> None:
         pass

@@ -67,7 +67,9 @@ class Loop:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         self.plans.append(plan)
-        self.note(self.scheduler.commit(plan, StepResult(plan.step, tuple(1 for row in plan.rows if row.sample))))
+        if plan:
+            self.scheduler.commit(plan, StepResult(plan.step, tuple(1 for row in plan.rows if row.sample)))
+        self.note(self.scheduler.take_outcome())
         self.scheduler.check()
         self.kv.check()
         return plan
@@ -239,7 +241,8 @@ def test_a_failed_step_ends_its_own_requests_and_no_others() -> None:
     loop.submit("c", 4)
     loop.step()
     plan = loop.scheduler.schedule()
-    loop.note(loop.scheduler.fail(plan, "out of memory"))
+    loop.scheduler.fail(plan, "out of memory")
+    loop.note(loop.scheduler.take_outcome())
     loop.scheduler.check()
     assert loop.ended == {"a": "error", "b": "error"}
     loop.run()
