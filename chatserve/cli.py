@@ -162,6 +162,13 @@ def cli() -> None:
     help="Seconds that an answer goes on without a reader.",
 )
 @option(
+    "--engine-silence-s",
+    metavar="SECONDS",
+    type=click.FloatRange(0.1),
+    default=_DEFAULTS.engine_silence_s,
+    help="Seconds without a sign of life after which the engine counts as away.",
+)
+@option(
     "--event-history",
     type=click.IntRange(1),
     default=_DEFAULTS.event_history,

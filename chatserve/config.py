@@ -77,6 +77,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     system_prompts_dir: Path | None = None
     """Text files: the operator's system prompts, whose KV users may share."""
     orphan_grace_s: float = 60.0
+    engine_silence_s: float = 10.0
+    """An engine that is connected and says nothing for so long counts as away."""
     event_history: int = 4096
     """Events kept a session for clients that reconnect; older ones are answered with a snapshot."""
     max_socket_queue_bytes: int = 4 * 1024 * 1024

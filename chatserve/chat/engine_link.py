@@ -78,6 +78,8 @@ class EngineLink:
         self._stranded: list[Run] = []
         """Without an engine, to be submitted to the next one."""
         self._waiting: set[RequestId] = set()
+        self.num_heard = 0
+        """Signs of life."""
 
     @property
     def engine(self) -> EngineClient:
@@ -131,6 +133,7 @@ class EngineLink:
 
     def handle(self, event: EngineEvent) -> None:
         """Take in one event."""
+        self.num_heard += 1
         match event:
             case StepOutput():
                 self._take_step(event)

@@ -1,7 +1,7 @@
 """The parts of the chat service and the tasks that keep them going.
 
-Owns the two endless tasks (one takes in what the engine says, one writes what it produced), and what the service knows
-of the health of store and engine. Requests are `service`'s business.
+Owns the endless tasks (one takes in what the engine says, one writes what it produced, one watches the engine) and what
+the service knows of the health of store and engine. Requests are `service`'s business.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from chatserve.chat import recovery
 from chatserve.chat.core import Core, PublishChanged
 from chatserve.chat.engine_link import EngineClient, EngineLink
+from chatserve.chat.engine_watch import EngineWatch
 from chatserve.chat.generations import Generations
 from chatserve.chat.health import StoreHealth
 from chatserve.chat.prompt import PromptEncoder
@@ -50,6 +51,7 @@ class Runtime:
         publish_health: Callable[[str, float | None], None],
         orphan_grace_s: float,
         engine_patience_s: float,
+        engine_silence_s: float,
         on_crash: Callable[[], None] | None,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
@@ -60,11 +62,13 @@ class Runtime:
         self._engine_patience_s = engine_patience_s
         self._on_crash = on_crash or _end_process
         self._engine_down_since: float | None = None
+        self._engine_told_away = False
         self._patience: asyncio.TimerHandle | None = None
         self.health = StoreHealth(store, publish=self._store_health, watch=self._watch, clock=clock)
         watched = WatchedStore(store, self.health.report_down)
         sessions = Sessions(watched, self.health, publish)
         link = EngineLink(engine, on_up=self._engine_up, on_down=self._engine_down)
+        self.engine_watch = EngineWatch(link, silence_s=engine_silence_s, on_change=self._tell_engine)
         generations = Generations(
             store=watched,
             sessions=sessions,
@@ -102,6 +106,7 @@ class Runtime:
         self._tasks = [
             asyncio.create_task(self.core.link.listen(), name="engine events"),
             asyncio.create_task(self.core.generations.write(), name="text writer"),
+            asyncio.create_task(self.engine_watch.run(), name="engine watch"),
         ]
         for task in self._tasks:
             task.add_done_callback(self._watch)
@@ -138,14 +143,21 @@ class Runtime:
             self._engine_down_since = None
             assert self._patience is not None
             self._patience.cancel()
-            self._publish_health("engine", None)
+            self._tell_engine()
 
     def _engine_down(self) -> None:
         if self._engine_down_since is None:
             self._engine_down_since = self._clock()
             self._patience = asyncio.get_running_loop().call_later(self._engine_patience_s, self._engine_lost)
             log.warning("the engine is away; what it was generating goes on when it is back")
-            self._publish_health("engine", self._engine_down_since)
+            self._tell_engine()
+
+    def _tell_engine(self) -> None:
+        """Tell everyone when the engine has gone, or gone silent, or is back."""
+        away = self._engine_down_since is not None or self.engine_watch.is_silent
+        if away != self._engine_told_away:
+            self._engine_told_away = away
+            self._publish_health("engine", self._clock() if away else None)
 
     def _engine_lost(self) -> None:
         log.error("the engine did not come back in %.0f s; what waited for it is interrupted", self._engine_patience_s)

@@ -51,6 +51,7 @@ class ChatService:
         publish_health: Callable[[str, float | None], None],
         orphan_grace_s: float = 60.0,
         engine_patience_s: float = 300.0,
+        engine_silence_s: float = 10.0,
         on_crash: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -58,8 +59,9 @@ class ChatService:
     ) -> None:
         """`publish` gets the events of one session in the order of their numbers; `publish_health` a component and the
         time since which it has been away, None when it is back. What waits for an engine longer than
-        `engine_patience_s` is interrupted. `on_crash` is called when one of the service's own tasks dies of a bug
-        (None: the process is told to end). `clock` is in seconds since the epoch.
+        `engine_patience_s` is interrupted; one that says nothing for `engine_silence_s` counts as away. `on_crash` is
+        called when one of the service's own tasks dies of a bug (None: the process is told to end). `clock` is in
+        seconds since the epoch.
         """
         self._runtime = Runtime(
             store=store,
@@ -71,6 +73,7 @@ class ChatService:
             publish_health=publish_health,
             orphan_grace_s=orphan_grace_s,
             engine_patience_s=engine_patience_s,
+            engine_silence_s=engine_silence_s,
             on_crash=on_crash,
             clock=clock,
             monotonic=monotonic,
@@ -270,6 +273,11 @@ class ChatService:
     ) -> AsyncIterator[Chunk]:
         """One answer that is not stored; close the iterator to stop it."""
         return complete(self._core, user, messages, params)
+
+    @property
+    def engine_is_silent(self) -> bool:
+        """It is connected, and has not answered for too long."""
+        return self._runtime.engine_watch.is_silent
 
     @property
     def num_generations(self) -> int:

@@ -96,6 +96,8 @@ async def readyz(request: Request) -> Response:
     problems: dict[str, str] = {}
     if context.engine.info is None:
         problems["engine"] = "not connected: the model is loading, or the engine is being restarted"
+    elif context.service.engine_is_silent:
+        problems["engine"] = "no answer: it is stopped, or in a step that takes very long"
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await context.store.ping()

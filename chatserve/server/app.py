@@ -131,6 +131,7 @@ async def running(
         publish_changed=hub.publish_changed,
         publish_health=hub.publish_health,
         orphan_grace_s=serve.orphan_grace_s,
+        engine_silence_s=serve.engine_silence_s,
     )
     hub.on_subscribers = service.set_subscribers
     context = Context(serve, authenticator, hub, metrics, store, engine, service)

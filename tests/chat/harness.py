@@ -156,6 +156,7 @@ class Harness:
         limits: Limits | None = None,
         orphan_grace_s: float = 60.0,
         engine_patience_s: float = 60.0,
+        engine_silence_s: float = 60.0,
         **engine: Any,
     ) -> None:
         self.encoder = encoder
@@ -166,6 +167,7 @@ class Harness:
         self.limits = limits or Limits()
         self.orphan_grace_s = orphan_grace_s
         self.engine_patience_s = engine_patience_s
+        self.engine_silence_s = engine_silence_s
         self.crashes: list[str] = []
         self.mirrors: dict[str, Mirror] = {}
         self.changed: list[tuple[str, str | None, bool]] = []
@@ -187,6 +189,7 @@ class Harness:
             publish_health=self._publish_health,
             orphan_grace_s=self.orphan_grace_s,
             engine_patience_s=self.engine_patience_s,
+            engine_silence_s=self.engine_silence_s,
             on_crash=lambda: self.crashes.append("crash"),
             clock=lambda: float(next(self._ids)) if self.now is None else self.now,
         )

@@ -111,6 +111,10 @@ class InlineEngineClient:
         self.pause()
         self._responding.clear()
 
+    def unhang(self) -> None:
+        self._responding.set()
+        self.resume()
+
     def kill(self) -> None:
         """The engine dies, and with it all that it had to say."""
         assert self.engine is not None
