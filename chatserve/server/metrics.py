@@ -6,6 +6,7 @@ Counters of the engine are its own totals; they start anew with a new engine, wh
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -142,6 +143,7 @@ class _HubCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         sockets = list(self._hub.sockets())
         yield GaugeMetricFamily("chatserve_sockets", "Connections that have said hello", value=len(sockets))
+        yield GaugeMetricFamily("chatserve_tasks", "Tasks of this web worker's event loop", value=_num_tasks())
         yield GaugeMetricFamily(
             "chatserve_subscriptions",
             "Sessions followed, counted once a socket",
@@ -152,3 +154,10 @@ class _HubCollector(Collector):
             "Bytes that wait to be sent on all sockets",
             value=sum(socket.outbox.num_bytes for socket in sockets),
         )
+
+
+def _num_tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # whoever asks has no event loop
+        return 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from chatserve.model import catalog
+from chatserve.bench.chaos.tiny_model import make_tiny_model
 from chatserve.supervisor.paths import default_cache_dir
 from tests.blackbox.client import ChatClient
 from tests.blackbox.server import Server
@@ -22,34 +18,7 @@ from tests.blackbox.server import Server
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small random layers behind the default model's tokenizer and template: fast, and as wild in what it says as
     Unicode allows."""
-    source = catalog.resolve("smollm2-135m", default_cache_dir())
-    assert source is not None, "run `chatserve model pull smollm2-135m` first; scripts/test does"
-    target = tmp_path_factory.mktemp("tiny-model")
-    for file in source.iterdir():
-        if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
-            shutil.copy(file, target)
-    config = AutoConfig.from_pretrained(source)
-    config.update(
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        }
-    )
-    config.max_position_embeddings = 4096
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                # Wide enough that greedy choices are not near-ties that rounding could turn.
-                parameter.normal_(0, 0.4)
-    model.save_pretrained(target)
-    assert json.loads((target / "config.json").read_text())["num_hidden_layers"] == 2
-    return target
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"), default_cache_dir())
 
 
 @pytest.fixture(scope="session")

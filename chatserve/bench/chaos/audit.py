@@ -1,0 +1,135 @@
+"""After the storm: what must be there is, and nothing is left over.
+
+Looks from outside only: sockets, HTTP, the store's keys, the processes. Everything it finds wrong is a sentence of its
+own, so that one fault does not hide another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from typing import TYPE_CHECKING, Final
+
+from redis.asyncio import Redis
+
+from chatserve.bench.chaos.client import ChatClient
+from chatserve.bench.chaos.mirror import demand
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from chatserve.bench.chaos.person import Person
+    from chatserve.bench.chaos.program import ProcessInfo, Program
+    from chatserve.bench.chaos.tally import Tally
+
+_QUIET_S: Final = 60.0
+"""How long what was running may take to be gone."""
+_ALARMS: Final = ("Traceback (most recent call last)", " CRITICAL ", "has crashed", "failed after its ack")
+_KEY: Final = re.compile(r"chatserve:\{[^}]+\}:(?P<kind>[a-z-]+)(?::(?P<session>[^:]+))?(?::.*)?")
+_OF_SESSION: Final = {"session", "metas", "texts", "tokens", "order", "events", "writes"}
+_ONLY_WHILE_GENERATING: Final = {"generating", "unfinished", "live-text", "live-tokens"}
+
+
+async def check_person(person: Person, url: str, tally: Tally) -> None:
+    """A client that was never there before sees exactly what this user was promised, and what both tabs show.
+
+    Raises:
+        ProtocolViolationError: it does not.
+    """
+    demand(await person.listed() == person.ledgers.keys(), f"the list of {person.name} is not what was acknowledged")
+    async with ChatClient(url, token=person.token, keeps_frames=False) as client:
+        for session, ledger in person.ledgers.items():
+            stored = await client.watch(session)
+            ledger.compare(session, stored)
+            seen = person.mirror(session)
+            demand(seen.tree() == stored.tree(), f"what was streamed of {session} is not what is stored")
+            tally.messages += len(stored.messages)
+            for message in stored.messages.values():
+                tally.characters += len(message["text"])
+                if message["role"] == "assistant":
+                    tally.ends[message["status"]] += 1
+    for line in person.lines:
+        tally.events += sum(mirror.num_events for mirror in line.mirrors.values())
+
+
+async def check_idle(program: Program) -> list[str]:
+    """With every client gone: no request, no pinned or private block, no socket."""
+    deadline = time.monotonic() + _QUIET_S
+    while wrong := await asyncio.to_thread(_busy, program):
+        if time.monotonic() > deadline:
+            return wrong
+        await asyncio.sleep(0.2)
+    return []
+
+
+def _busy(program: Program) -> list[str]:
+    try:
+        status, body = program.get("/metrics")
+    except OSError as error:
+        return [f"{program.url} does not answer: {error}"]
+    text = body.decode()
+    found = {name: float(value) for name, value in re.findall(r"^(chatserve_\S+) (\S+)$", text, re.MULTILINE)}
+    if status != 200 or not found.get("chatserve_engine_up"):
+        return [f"{program.url}: the engine does not answer"]
+    wrong = [
+        f"{program.url}: {name} is {found[name]:g} with no client left"
+        for name in ("chatserve_running_requests", "chatserve_queued_requests", "chatserve_sockets")
+        if found[name]
+    ]
+    for tier in ("device", "host"):
+        blocks = {
+            state: found[f'chatserve_kv_blocks{{state="{state}",tier="{tier}"}}']
+            for state in ("total", "free", "cached", "private", "transit", "pinned")
+        }
+        if blocks["pinned"] or blocks["private"] or blocks["transit"]:
+            wrong.append(f"{program.url}: {tier} blocks are held by nobody: {blocks}")
+        if blocks["free"] + blocks["cached"] != blocks["total"]:
+            wrong.append(f"{program.url}: {tier} blocks do not add up: {blocks}")
+    return wrong
+
+
+def check_log(program: Program) -> list[str]:
+    """Lines that no fault of another process excuses."""
+    lines = program.log().splitlines()
+    return [f"{program.log_path.name}: {line}" for line in lines if any(alarm in line for alarm in _ALARMS)]
+
+
+async def check_store(url: str, people: Sequence[Person]) -> list[str]:
+    """No key of anything that is over, and none of a kind that is not known."""
+    sessions = {session for person in people for session in person.ledgers}
+    async with Redis.from_url(url, decode_responses=True) as client:
+        found = [(key, await client.ttl(key)) async for key in client.scan_iter(count=1000)]
+    complaints = ((_complaint(key, ttl_s >= 0, sessions), key) for key, ttl_s in found)
+    return [f"{complaint}: {key}" for complaint, key in complaints if complaint]
+
+
+def _complaint(key: str, expires: bool, sessions: set[str]) -> str:  # noqa: FBT001 - the key's state
+    """What is wrong with a key that is there when nothing is being done; empty where nothing is."""
+    if key in {"chatserve:schema", "chatserve:users"}:
+        return ""
+    found = _KEY.fullmatch(key)
+    kind, session = (found["kind"], found["session"]) if found else ("", "")
+    if kind in _ONLY_WHILE_GENERATING:
+        return "a key of an answer that has ended"
+    if kind in _OF_SESSION:
+        # Of a deleted session its tombstone and the ids of its last writes stay for a while.
+        may_stay = session in sessions or (kind in {"session", "writes"} and expires)
+        return "" if may_stay else "a key of a session that was deleted"
+    if kind == "request":
+        return "" if expires else "an answered request that is never forgotten"
+    return "" if kind == "index" else "a key of an unknown kind"
+
+
+def check_ended(started: Sequence[ProcessInfo]) -> list[str]:
+    """Nothing that the program started outlives it."""
+    return [f"the {kind} process {pid} outlived the program" for kind, pid in started if _is_alive(pid)]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
