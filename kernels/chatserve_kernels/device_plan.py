@@ -42,16 +42,16 @@ class DevicePlan:
         self.with_wide = False
         self.window: int | None = None
         self.is_causal = False
-        self._packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
-        self._ring = PinnedRing(self._packed)
-        self._starts = {False: self._packed[layout.alone_starts], True: self._packed[layout.beside_starts]}
-        self.wide_starts = self._packed[layout.wide_starts]
-        self.last_positions = self._packed[layout.last_positions]
-        self.num_merges = self._packed[layout.num_merges]
-        self.merges = self._packed[layout.merges].view(-1, MERGE_FIELDS)
-        self.small_items = self._packed[layout.small_items].view(-1, ITEM_FIELDS)
-        self.wide_items = self._packed[layout.wide_items].view(-1, ITEM_FIELDS)
-        self.entries = self._packed[layout.entries].view(-1, ENTRY_FIELDS)
+        self.packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._ring = PinnedRing(self.packed)
+        self._starts = {False: self.packed[layout.alone_starts], True: self.packed[layout.beside_starts]}
+        self.wide_starts = self.packed[layout.wide_starts]
+        self.last_positions = self.packed[layout.last_positions]
+        self.num_merges = self.packed[layout.num_merges]
+        self.merges = self.packed[layout.merges].view(-1, MERGE_FIELDS)
+        self.small_items = self.packed[layout.small_items].view(-1, ITEM_FIELDS)
+        self.wide_items = self.packed[layout.wide_items].view(-1, ITEM_FIELDS)
+        self.entries = self.packed[layout.entries].view(-1, ENTRY_FIELDS)
 
     @property
     def small_starts(self) -> torch.Tensor:
