@@ -139,6 +139,8 @@ class TorchAttention:
         self._heads = [by_head[layer * layer_rows :] for layer in range(shape.num_layers)]
         self._slots = [by_slot[layer * layer_rows * shape.block_size :] for layer in range(shape.num_layers)]
         self._scratch = torch.empty(0, dtype=pool.dtype, device=pool.device)
+        # Torch 2.11's memory-efficient attention was wrong by 18 % there: 33 queries on 83 keys, masked, on an H200.
+        self._distrusts_fused = pool.is_cuda and pool.dtype == torch.float32 and shape.head_dim > 128
 
     def prepare(self, batch: PackedBatch) -> TorchStep:
         key_slots, value_slots = self._planner.slots(batch)
@@ -214,13 +216,14 @@ class TorchAttention:
         queries = query.view(new_tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         shape = (*queries.shape[:2], row.num_keys, head_dim)
         keys, values = keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape)
-        if softcap is None:
+        if softcap is None and (row.mask is None or not self._distrusts_fused):
             out = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=row.mask, is_causal=row.mask is None, scale=scale
             )
         else:
             mask = self._planner.mask(0, new_tokens, 0, row.num_keys, None) if row.mask is None else row.mask
-            scores = _bend(torch.matmul(queries, keys.transpose(2, 3)), scale, softcap).add_(mask)
+            products = torch.matmul(queries, keys.transpose(2, 3))
+            scores = (products * scale if softcap is None else _bend(products, scale, softcap)).add_(mask)
             out = torch.matmul(_softmax(scores, values.dtype), values)
         return out.permute(2, 0, 1, 3).reshape(new_tokens, -1, head_dim)
 

@@ -208,8 +208,10 @@ class StaticStep:
         return with_wide
 
     def _slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        blocks = self._inputs.tables.host[rows, positions // self._block_size].astype(np.int64)
-        return blocks * self._block_size + positions % self._block_size
+        tables = self._inputs.tables
+        column, in_block = np.divmod(positions, self._block_size)
+        blocks = tables.host.reshape(-1).take(rows * tables.width + column)
+        return blocks * np.int64(self._block_size) + in_block
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._backend.layers[layer]

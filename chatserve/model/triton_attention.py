@@ -10,24 +10,27 @@ Imports triton: whoever may run without it imports this module late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import triton
 from chatserve_kernels.configs import default_configs, prefill_configs
-from chatserve_kernels.device_plan import DevicePlan, make_planner, make_prefill_planner
+from chatserve_kernels.dense_prefill import DenseWorkspace, serves, split
+from chatserve_kernels.device_plan import make_planner, make_prefill_planner
 from chatserve_kernels.forest import CostModel
-from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode, paged_prefill
+from chatserve_kernels.forest_decode import DecodeWorkspace
 from chatserve_kernels.paged_kv import store_kv
-from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
 
 from chatserve.model.attention_plan import PackedBatch, token_slots
 from chatserve.model.block_tables import ALIGNMENT
+from chatserve.model.step_parts import DenseRow, PagedKernel, PagedRows
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DecodeConfigs
+    from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
     from chatserve_kernels.work import PlanLayout
     from numpy.typing import NDArray
 
@@ -74,86 +77,27 @@ def _why_not_shape(storage: KVStorage, group: int) -> str | None:
     return None if dtype in DTYPES else f"it needs a floating-point KV cache, not {dtype}"
 
 
-@dataclass(slots=True)
-class _Rows:
-    """The rows of a batch that one kernel computes."""
-
-    kernel: _Kernel
-    tokens: slice | torch.Tensor
-    """Their tokens in the batch; a tensor where other rows' tokens lie between."""
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    tables: NDArray[np.int32]
-    device_tables: torch.Tensor
-    plans: dict[int | None, DevicePlan]
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        """Fill the rows' share of `out` [num_tokens, num_heads, head_dim]; `key`, `value`: one layer of the pool."""
-        plan = self.plans.get(window)
-        if plan is None:
-            plan = self.plans[window] = self.kernel.send(self, window)
-        launch = paged_prefill if plan.is_causal else forest_decode
-        workspace = self.kernel.workspace
-        if isinstance(self.tokens, slice):
-            own, into = query[self.tokens], out[self.tokens]
-            launch(own, key, value, self.device_tables, plan, workspace, scale=scale, softcap=softcap, out=into)
-        else:
-            own = query[self.tokens]
-            out[self.tokens] = launch(
-                own, key, value, self.device_tables, plan, workspace, scale=scale, softcap=softcap
-            )
-
-
-class _Kernel:
-    """A planner for batches up to some size, and what its plans are executed in."""
-
-    def __init__(
-        self,
-        planner: DecodePlanner | PrefillPlanner,
-        configs: DecodeConfigs,
-        workspace: DecodeWorkspace,
-        device: torch.device,
-    ) -> None:
-        self.workspace = workspace
-        self._planner = planner
-        self._configs = configs
-        self._device = device
-        self._plans: dict[int | None, DevicePlan] = {}
-
-    def send(self, rows: _Rows, window: int | None) -> DevicePlan:
-        """Plan a step's rows for the layers with one window."""
-        plan = self._plans.get(window)
-        if plan is None:
-            plan = self._plans[window] = DevicePlan(self._planner.layout, self._configs, self._device)
-        if isinstance(self._planner, DecodePlanner):
-            planned_before = bool(rows.plans)  # what these rows share is the same in all windows
-            plan.send(
-                self._planner.plan(rows.tables, rows.starts + 1, window=window, same_rows=planned_before),
-            )
-        else:
-            plan.send(self._planner.plan(rows.starts, rows.lengths, window=window))
-        return plan
-
-
-@dataclass(slots=True)
 class TritonStep:
     """`StoredAttention` by the kernels."""
 
-    backend: TritonAttention
-    slots: torch.Tensor
-    parts: list[_Rows]
+    def __init__(self, backend: TritonAttention, batch: PackedBatch) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._first_tokens = np.cumsum(batch.lengths) - batch.lengths
+        self.slots = backend.to_device(token_slots(batch, backend.block_size))
+        num_rows, width = batch.tables.shape
+        self._tables = np.zeros((num_rows, -(-width // ALIGNMENT) * ALIGNMENT), dtype=np.int32)
+        self._tables[:, :width] = batch.tables
+        self._device_tables = backend.to_device(self._tables)
+        decodes, self._prompts = np.flatnonzero(batch.lengths == 1), np.flatnonzero(batch.lengths != 1)
+        self._decodes = []
+        if len(decodes):
+            kernel = backend.decode_kernel(len(decodes))
+            self._decodes.append(self._paged(kernel, decodes, np.zeros_like(decodes), batch.lengths[decodes]))
+        self._longest = int((batch.starts + batch.lengths)[self._prompts].max(initial=0))
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.backend.layers[layer]
+        return self._backend.layers[layer]
 
     def attend(
         self,
@@ -178,11 +122,59 @@ class TritonStep:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        keys, values = self.caches(layer)
+        sees_all = softcap is None and (window is None or window >= self._longest)
+        dense, paged = self._densely if sees_all else ([], self._by_pages)
+        caches = self.caches(layer)
+        if dense and dense[0].piece.num_tokens == len(query):
+            return dense[0].attend(query, caches, scale)  # there is nothing else, and so nothing to copy
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for rows in self.parts:
-            rows.attend(query, keys, values, out, scale, window, softcap)
+        for rows in (*self._decodes, *paged):
+            rows.attend(query, caches, out, scale, window, softcap)
+        for row in dense:
+            out[row.tokens] = row.attend(query, caches, scale)
         return out
+
+    @cached_property
+    def _by_pages(self) -> list[PagedRows]:
+        """All prompts, over their pages."""
+        return self._paged_prompts(self._prompts, np.zeros_like(self._prompts))
+
+    @cached_property
+    def _densely(self) -> tuple[list[DenseRow], list[PagedRows]]:
+        """Prompts as far as a dense kernel is worth it, and what is left of them."""
+        backend, batch = self._backend, self._batch
+        workspace = backend.dense_workspace
+        if workspace is None:
+            return [], self._by_pages
+        dense: list[DenseRow] = []
+        done = np.zeros_like(self._prompts)
+        for index, row in enumerate(self._prompts.tolist()):
+            piece = split(int(batch.starts[row]), int(batch.lengths[row]))
+            if piece is not None:
+                dense.append(DenseRow(piece, int(self._first_tokens[row]), self._device_tables[row], workspace))
+                done[index] = piece.num_tokens
+        left = batch.lengths[self._prompts] > done
+        return dense, self._paged_prompts(self._prompts[left], done[left]) if dense else self._by_pages
+
+    def _paged_prompts(self, which: NDArray[np.int64], done: NDArray[np.int64]) -> list[PagedRows]:
+        """Rows but for their first `done` new tokens."""
+        if not len(which):
+            return []
+        lengths = self._batch.lengths[which] - done
+        return [self._paged(self._backend.prefill_kernel(int(lengths.sum())), which, done, lengths)]
+
+    def _paged(
+        self, kernel: PagedKernel, which: NDArray[np.int64], done: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> PagedRows:
+        firsts = self._first_tokens[which] + done
+        tokens: slice | torch.Tensor
+        if int(firsts[-1] + lengths[-1] - firsts[0]) == int(lengths.sum()):
+            tokens = slice(int(firsts[0]), int(firsts[-1] + lengths[-1]))
+        else:
+            within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            tokens = self._backend.to_device(np.repeat(firsts, lengths) + within)
+        starts = self._batch.starts[which] + done
+        return PagedRows(kernel, which, tokens, starts, lengths, self._tables, self._device_tables)
 
 
 class TritonAttention:
@@ -208,20 +200,16 @@ class TritonAttention:
         )
         self.small_rows = self._decode_configs(1).alone.query_rows // (num_heads // shape.num_kv_heads)
         """Rows of one small tile: so few never share widely."""
-        self._decode: dict[int, _Kernel] = {}
-        self._prefill: dict[int, _Kernel] = {}
+        self.dense_workspace = (
+            DenseWorkspace(num_heads, shape.num_kv_heads, shape.head_dim, pool.dtype, pool.device)
+            if serves(shape.head_dim, pool.dtype, pool.device)
+            else None
+        )
+        self._decode: dict[int, PagedKernel] = {}
+        self._prefill: dict[int, PagedKernel] = {}
 
     def prepare(self, batch: PackedBatch) -> TritonStep:
-        slots = self._to_device(token_slots(batch, self.block_size))
-        first_tokens = np.cumsum(batch.lengths) - batch.lengths
-        parts = []
-        is_decode = batch.lengths == 1
-        if num_rows := int(is_decode.sum()):
-            parts.append(self._rows(self._decode_kernel(num_rows), batch, first_tokens, np.flatnonzero(is_decode)))
-        if num_rows < len(is_decode):
-            kernel = self._prefill_kernel(int(batch.lengths.sum()) - num_rows)
-            parts.append(self._rows(kernel, batch, first_tokens, np.flatnonzero(~is_decode)))
-        return TritonStep(self, slots, parts)
+        return TritonStep(self, batch)
 
     def decode_planner(self, max_rows: int) -> tuple[DecodePlanner, DecodeConfigs]:
         """A planner for up to so many decode rows, and the tiles that it plans for."""
@@ -260,42 +248,31 @@ class TritonAttention:
         shape = self._storage.shape
         return DecodeWorkspace(layout, self._num_heads, shape.num_kv_heads, shape.head_dim, self.device)
 
-    def _rows(
-        self, kernel: _Kernel, batch: PackedBatch, first_tokens: NDArray[np.int64], which: NDArray[np.intp]
-    ) -> _Rows:
-        starts, lengths = batch.starts[which], batch.lengths[which]
-        ends = first_tokens[which] + lengths
-        tokens: slice | torch.Tensor
-        if int(ends[-1] - first_tokens[which[0]]) == int(lengths.sum()):
-            tokens = slice(int(first_tokens[which[0]]), int(ends[-1]))
-        else:
-            within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            tokens = self._to_device(np.repeat(first_tokens[which], lengths) + within)
-        width = -(-batch.tables.shape[1] // ALIGNMENT) * ALIGNMENT
-        tables = np.zeros((len(which), width), dtype=np.int32)
-        tables[:, : batch.tables.shape[1]] = batch.tables[which]
-        return _Rows(kernel, tokens, starts, lengths, tables, self._to_device(tables), {})
-
-    def _decode_kernel(self, num_rows: int) -> _Kernel:
+    def decode_kernel(self, num_rows: int) -> PagedKernel:
+        """For eager steps of up to so many decode rows."""
         max_rows = _capacity(num_rows)
         if max_rows not in self._decode:
             planner, configs = self.decode_planner(max_rows)
-            self._decode[max_rows] = _Kernel(planner, configs, self.workspace(planner.layout), self.device)
+            self._decode[max_rows] = PagedKernel(planner, configs, self.workspace(planner.layout), self.device)
         return self._decode[max_rows]
 
-    def _prefill_kernel(self, num_tokens: int) -> _Kernel:
+    def prefill_kernel(self, num_tokens: int) -> PagedKernel:
+        """For eager steps of up to so many new tokens."""
         max_tokens = _capacity(num_tokens)
         if max_tokens not in self._prefill:
-            planner, configs = self.prefill_planner(max_tokens, max_tokens // 2)  # a row of one token is a decode row
-            self._prefill[max_tokens] = _Kernel(planner, configs, self.workspace(planner.layout), self.device)
+            planner, configs = self.prefill_planner(max_tokens, max_tokens)
+            self._prefill[max_tokens] = PagedKernel(planner, configs, self.workspace(planner.layout), self.device)
         return self._prefill[max_tokens]
 
     def _decode_configs(self, max_rows: int) -> DecodeConfigs:
         configs = default_configs(self._storage.shape.head_dim, is_half=self._is_half, max_rows=max_rows)
         return configs if self.device.type == "cuda" else replace(configs, merge_programs=_INTERPRETED_PROCESSORS)
 
-    def _to_device(self, array: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def to_device(self, array: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
+        """A copy there, made in the order of the current stream without waiting for it."""
+        tensor = torch.from_numpy(array)
+        # From unpinned memory the copy would wait; torch keeps pinned memory until the copies out of it are made.
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor.clone()
 
 
 def _capacity(size: int) -> int:

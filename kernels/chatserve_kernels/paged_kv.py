@@ -88,12 +88,13 @@ def store_kv(
 
 @triton.jit
 def gather_kv_kernel(
-    key_out,  # [NUM_KV_HEADS, >= num_tokens, HEAD_DIM]
+    key_out,  # [NUM_KV_HEADS, room, HEAD_DIM]
     value_out,  # the same
     key_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK, HEAD_DIM]
     value_cache,  # the same
     table,  # int32 [max_blocks]
     num_tokens,
+    room,
     out_head_stride,
     out_token_stride,
     key_block_stride,
@@ -117,8 +118,9 @@ def gather_kv_kernel(
     value_at = (
         value_cache + head * value_head_stride + (block * value_block_stride + in_block * value_token_stride)[:, None]
     )
-    k = tl.load(key_at + columns, mask=mask)
-    v = tl.load(value_at + columns, mask=mask)
+    k = tl.load(key_at + columns, mask=mask, other=0.0)
+    v = tl.load(value_at + columns, mask=mask, other=0.0)
+    mask = (tokens < room)[:, None] & (columns < HEAD_DIM)
     at = head * out_head_stride + tokens.to(tl.int64)[:, None] * out_token_stride + columns
     tl.store(key_out + at, k.to(key_out.dtype.element_ty), mask=mask)
     tl.store(value_out + at, v.to(value_out.dtype.element_ty), mask=mask)
@@ -134,8 +136,8 @@ def gather_kv(
 ) -> None:
     """Copy the first `num_tokens` keys and values of the row whose blocks `table`, int32 [max_blocks], names.
 
-    Into the beginning of `key_out` and `value_out` [num_kv_heads, at least num_tokens, head_dim], of equal strides; the
-    rest of them is left alone.
+    Into the beginning of `key_out` and `value_out` [num_kv_heads, at least num_tokens, head_dim], of equal strides. The
+    rest of them becomes zero: a masked key's weight is 0, but 0 times whatever lies there may be NaN.
     """
     num_kv_heads, room, head_dim = key_out.shape
     _expect_rows(key_out, value_out, key_cache, value_cache, table)
@@ -145,14 +147,15 @@ def gather_kv(
         raise ValueError(
             f"expected room for {num_tokens} tokens of {list(key_cache.shape[1::2])}, got {list(key_out.shape)}"
         )
-    if num_tokens:
-        gather_kv_kernel[(triton.cdiv(num_tokens, GATHER_TOKENS), num_kv_heads)](
+    if room:
+        gather_kv_kernel[(triton.cdiv(room, GATHER_TOKENS), num_kv_heads)](
             key_out,
             value_out,
             key_cache,
             value_cache,
             table,
             num_tokens,
+            room,
             *key_out.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],

@@ -6,7 +6,7 @@ Mixed batches over a pool full of NaN, in which rows share blocks as forked sess
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -170,6 +170,35 @@ def test_random_batches_one_after_another_equal_torch() -> None:
         world.rows = world.rows[2:]
         world.tables = world.tables[2:]
         world.check(windows=(5, None))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[RowSpec(0, 40)], [RowSpec(50, 37, is_fork=True)], [*DECODES, *PROMPTS], MIXED],
+    ids=["all of it", "one", "in turn", "mixed"],
+)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_long_prompts_equal_torch(rows: list[RowSpec], softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some go to a dense kernel, in part or whole, in the layers whose window hides nothing."""
+    from chatserve_kernels import dense_prefill
+
+    from chatserve.model import step_parts
+
+    seen: list[int] = []
+
+    def dense(query: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        seen.append(len(query))
+        return dense_prefill.dense_prefill(query, *arguments, **options)
+
+    monkeypatch.setattr(step_parts, "dense_prefill", dense)
+    for name, value in (("MIN_TOKENS", 8), ("MIN_PREFIX", 16), ("SQUARE_UNIT", 8)):
+        monkeypatch.setattr(dense_prefill, name, value)
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    windows = (None, 20) if softcap is None else (500,)
+    World(rows, Heads(head_dim=64, dtype=dtype), seed=len(rows)).check(windows=windows, softcap=softcap)
+    long = [row.length for row in rows if row.length >= 8]
+    assert len(seen) == (len(long) if softcap is None else 0), "in the first layer alone"
+    assert all(some <= whole for some, whole in zip(seen, long, strict=False))
 
 
 @pytest.mark.parametrize(

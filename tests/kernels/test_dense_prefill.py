@@ -1,0 +1,86 @@
+"""Dense prefill equals the definition, however the new tokens are cut, and its shapes are few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chatserve_kernels import dense_prefill as module
+from chatserve_kernels.dense_prefill import DensePiece, DenseWorkspace, dense_prefill, serves, split
+from chatserve_kernels.reference import prefill_attention
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.decode_cases import DEVICE, Case, Heads, assert_close, flat
+
+DTYPES = [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32, torch.bfloat16]
+
+
+def check(pieces: list[DensePiece], heads: Heads) -> None:
+    """One workspace for all of them, as for the layers and rows of a step."""
+    workspace = DenseWorkspace(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, DEVICE)
+    for piece in pieces:
+        case = Case(flat([piece.end], heads.block_size), heads)
+        merged = torch.randn(piece.num_tokens, heads.num_heads + 3, heads.head_dim, device=DEVICE).to(heads.dtype)
+        query = merged[:, : heads.num_heads]  # as a model hands it over: part of one merged product
+        out = dense_prefill(query, case.key, case.value, case.tables[0], piece, workspace, scale=0.2)
+        starts, lengths = torch.tensor([piece.start]), torch.tensor([piece.num_tokens])
+        assert_close(out, prefill_attention(query, case.key, case.value, case.tables, starts, lengths, scale=0.2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_and_prefixes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SQUARE_UNIT", 8)
+    pieces = [
+        DensePiece(0, 40, 0),
+        DensePiece(0, 37, 0),
+        DensePiece(21, 24, 0),
+        DensePiece(64, 32, 64),
+        DensePiece(75, 29, 64),
+        DensePiece(130, 3, 128),
+    ]
+    check(pieces, Heads(6, 2, 64, dtype=dtype))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 80), (2, 2, 96), (3, 1, 256)])
+def test_head_sizes_and_groups(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    check([DensePiece(50, 30, 48)], Heads(num_heads, num_kv_heads, head_dim, dtype=DTYPES[-1]))
+
+
+def test_what_split_gives_at_real_sizes() -> None:
+    if DEVICE.type == "cpu":
+        pytest.skip("takes a GPU")
+    pieces = [split(start, length) for start, length in [(0, 2048), (0, 1300), (4096, 512), (5000, 700), (700, 600)]]
+    check([piece for piece in pieces if piece is not None], Heads(32, 8, 128, dtype=torch.bfloat16))
+
+
+@given(st.integers(0, 200_000), st.integers(1, 20_000))
+def test_a_piece_begins_the_new_tokens_and_leaves_less_than_half(start: int, num_tokens: int) -> None:
+    piece = split(start, num_tokens)
+    if piece is None:
+        assert num_tokens < module.MIN_TOKENS or start + num_tokens > module.MAX_CONTEXT
+        return
+    assert piece.start == start
+    assert num_tokens * 2 / 3 < piece.num_tokens <= num_tokens
+    assert 0 <= piece.num_dummies < max(module.MIN_PREFIX, start / 8)
+    assert piece.num_dummies + piece.num_tokens <= piece.square < piece.end - piece.prefix + module.SQUARE_UNIT
+
+
+def test_shapes_are_few() -> None:
+    pieces = [split(start, length) for start in range(0, 131072, 77) for length in range(1, 8193, 971)]
+    found = [piece for piece in pieces if piece is not None]
+    assert len({piece.num_tokens for piece in found}) <= 9
+    assert len({piece.prefix for piece in found}) <= 49
+    assert max(piece.prefix + piece.square for piece in found) <= module.MAX_CONTEXT + module.SQUARE_UNIT
+
+
+def test_where_there_is_a_dense_kernel() -> None:
+    assert serves(128, torch.bfloat16, torch.device("cuda"))
+    assert not serves(128, torch.float32, torch.device("cuda"))
+    assert not serves(16, torch.bfloat16, torch.device("cuda"))
+
+
+def test_queries_of_another_piece_are_refused() -> None:
+    workspace = DenseWorkspace(2, 1, 64, torch.float32, DEVICE)
+    query, cache = torch.zeros(3, 2, 64, device=DEVICE), torch.zeros(2, 1, 16, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="4 queries, got 3"):
+        dense_prefill(query, cache, cache, torch.zeros(2), DensePiece(0, 4, 0), workspace, scale=1.0)
