@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, BrowserContext, expect
 
+from chatserve.config import Limits
 from chatserve.types import LOCAL_USER, SessionId
 from tests.server.harness import Server, running_server
 from tests.web.answers import Answers, in_pieces, make_pieces_dir
@@ -77,6 +78,12 @@ UNTIL_STILL = """() => new Promise((resolve) => {
 PRESS_ENTER = """([selector, composing, keyCode]) => document.querySelector(selector).dispatchEvent(new KeyboardEvent(
     'keydown', { key: 'Enter', code: 'Enter', bubbles: true, cancelable: true, isComposing: composing, keyCode }))"""
 BOX = "#composer-text"
+WATCH_INTERVALS = """
+    window.intervals = new Set();
+    const [begin, end] = [window.setInterval, window.clearInterval];
+    window.setInterval = (...args) => { const id = begin(...args); intervals.add(id); return id; };
+    window.clearInterval = (id) => { intervals.delete(id); end(id); };
+"""
 
 
 async def test_sends_and_shows_the_answer_as_markdown_with_a_receipt(tab: Tab, answers: Answers) -> None:
@@ -241,6 +248,104 @@ async def test_typing_is_hinted_once_it_pauses(tab: Tab) -> None:
     await until(lambda: any(frame["type"] == "typing" for frame in tab.sent))
     hints = [frame for frame in tab.sent if frame["type"] == "typing"]
     assert hints == [{"type": "typing", "session": tab.session, "parent": leaf, "text": "a draft"}]
+
+
+async def typed(tab: Tab, text: str) -> None:
+    """Wait for the hint of this draft."""
+    await until(lambda: any(frame["type"] == "typing" and frame["text"] == text for frame in tab.sent))
+
+
+async def test_a_draft_that_is_given_up_or_left_behind_is_taken_back(tab: Tab) -> None:
+    await tab.ask("Hello")
+    await tab.page.fill(BOX, "a draft")
+    await typed(tab, "a draft")
+    await tab.page.fill(BOX, "")
+    await typed(tab, "")
+    session = tab.session
+    await tab.page.fill(BOX, "another draft")
+    await typed(tab, "another draft")
+    await tab.page.click("#new-chat")
+    await until(lambda: [frame["text"] for frame in tab.sent if frame["type"] == "typing"].count("") == 2)
+    assert {frame["session"] for frame in tab.sent if frame["type"] == "typing"} == {session}
+    await tab.page.goto(f"{tab.server.url}/#/c/{session}")
+    await expect(tab.page.locator(BOX)).to_have_value("another draft")
+    await tab.page.press(BOX, "Enter")
+    await expect(tab.page.locator(".message.assistant")).to_have_count(2)
+    assert [frame for frame in tab.sent if frame["type"] == "typing"][-1]["text"] == "", (
+        "what was sent is not taken back"
+    )
+
+
+async def test_an_edit_is_hinted_as_what_follows_the_message_before_it(tab: Tab) -> None:
+    await tab.ask("First")
+    answer = await tab.page.locator(".message.assistant").get_attribute("data-message")
+    await tab.ask("Second")
+    await tab.act("user", "edit")
+    await tab.page.fill(".edit-text", "Third")
+    await typed(tab, "Third")
+    hint = next(frame for frame in reversed(tab.sent) if frame["type"] == "typing")
+    assert hint["parent"] == answer
+    await tab.page.press(".edit-text", "Escape")
+    await typed(tab, "")
+
+
+async def test_what_was_typed_during_an_answer_is_hinted_at_its_end(tab: Tab) -> None:
+    tab.server.engine.pace.allow(5)
+    await tab.send("A question")
+    await expect(tab.page.locator(".message.generating")).to_have_count(1)
+    await tab.page.fill(BOX, "the next one")
+    await typed(tab, "the next one")
+    first = len([frame for frame in tab.sent if frame["type"] == "typing"])
+    tab.server.engine.pace.release()
+    await tab.finished()
+    await until(lambda: len([frame for frame in tab.sent if frame["type"] == "typing"]) > first)
+
+
+async def test_a_refusal_for_now_is_counted_down_and_tried_again(browser: Browser, answers: Answers) -> None:
+    limits = Limits(max_generations_per_user=1)
+    async with running_server(script=answers, num_blocks=512, limits=limits) as server:
+        context = await browser.new_context()
+        tab = Tab(await context.new_page(), server)
+        await tab.open()
+        server.engine.pace.allow(3)
+        await tab.send("The first")
+        await expect(tab.page.locator(".message.generating")).to_have_count(1)
+        await tab.page.click("#new-chat")
+        await tab.send("The second")
+        notice = tab.page.locator(".notice")
+        await expect(notice.locator(".notice-text")).to_contain_text("at most 1 at once")
+        await expect(notice.locator("button", has_text="Trying again in")).to_be_visible()
+        await expect(tab.page.locator(BOX)).to_have_value("The second")
+        server.engine.pace.release()
+        await expect(tab.page.locator(".bubble")).to_have_text("The second")
+        await tab.finished()
+        await expect(notice).to_have_count(0)
+        await expect(tab.page.locator(BOX)).to_have_value("")
+        tab.check()
+        await context.close()
+
+
+async def test_a_countdown_that_is_dismissed_sends_nothing(browser: Browser, answers: Answers) -> None:
+    limits = Limits(max_generations_per_user=1)
+    async with running_server(script=answers, num_blocks=512, limits=limits) as server:
+        context = await browser.new_context()
+        tab = Tab(await context.new_page(), server)
+        await tab.page.add_init_script(WATCH_INTERVALS)
+        await tab.open()
+        server.engine.pace.allow(3)
+        await tab.send("The first")
+        await expect(tab.page.locator(".message.generating")).to_have_count(1)
+        await tab.page.click("#new-chat")
+        await tab.send("The second")
+        await expect(tab.page.locator(".notice button", has_text="Trying again in")).to_be_visible()
+        assert await tab.page.evaluate("() => intervals.size") == 1
+        await tab.page.locator(".notice [aria-label=Dismiss]").click()
+        await expect(tab.page.locator(".notice")).to_have_count(0)
+        assert await tab.page.evaluate("() => intervals.size") == 0
+        await expect(tab.page.locator(BOX)).to_have_value("The second")
+        server.engine.pace.release()
+        tab.check()
+        await context.close()
 
 
 async def test_an_address_that_names_no_chat_says_so(tab: Tab) -> None:
@@ -417,9 +522,7 @@ async def test_an_engine_that_is_away_is_said_once_and_plainly(tab: Tab) -> None
     fade = "getComputedStyle(document.querySelector('.chat-head'), '::after').display"
     assert await tab.page.evaluate(fade) == "none", "the head's shadow does not fall on it"
     await tab.send("Now")
-    await expect(tab.page.locator(".notice-text")).to_have_text(
-        "Not sent. The model is starting or restarting. Try again in a moment."
-    )
+    await expect(tab.page.locator(".notice-text")).to_have_text("Not sent. The model is starting or restarting.")
     tab.server.engine.replace()
     await expect(tab.page.locator("#banner")).to_be_hidden()
     await tab.page.press(BOX, "Enter")

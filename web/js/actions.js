@@ -21,7 +21,7 @@ export class Actions {
   /**
    * @param {Connection} connection
    * @param {Store} store
-   * @param {(what: string, error: Error) => void} onProblem
+   * @param {(what: string, error: Error, retry?: () => Promise<boolean>) => void} onProblem  `retry` tells whether it worked
    */
   constructor(connection, store, onProblem) {
     this._connection = connection;
@@ -204,7 +204,7 @@ export class Actions {
     try {
       return await this._connection.request(type, fields);
     } catch (error) {
-      this._onProblem(what, /** @type {Error} */ (error));
+      this._onProblem(what, /** @type {Error} */ (error), async () => (await this._try(what, type, fields)) !== null);
       return null;
     }
   }

@@ -17,6 +17,7 @@ import { Store } from "./store.js";
 import { installTheme } from "./theme.js";
 import { exportSession } from "./transfer.js";
 import { activePath, subtreeOf } from "./tree.js";
+import { TypingHints } from "./typing.js";
 import { Banner } from "./views/banner.js";
 import { Composer } from "./views/composer.js";
 import { ConversationView } from "./views/conversation.js";
@@ -34,16 +35,22 @@ const byId = (id) => document.getElementById(id);
 
 const store = new Store();
 const notices = new Notices(byId("notices"));
+const clock = {
+  setTimeout: (/** @type {() => void} */ run, /** @type {number} */ ms) => setTimeout(run, ms),
+  clearTimeout: (/** @type {any} */ timer) => clearTimeout(timer),
+  now: () => performance.now(),
+};
 const connection = new Connection({
   url: `${location.protocol === "https:" ? "wss" : "ws"}://${location.host}/ws`,
   makeSocket: (url, protocol) => new WebSocket(url, protocol),
   token: readToken,
   resume: () => [...store.state.sessions.values()].map((session) => ({ session: session.id, after: session.seq })),
-  clock: { setTimeout: (run, ms) => setTimeout(run, ms), clearTimeout: (timer) => clearTimeout(timer) },
+  clock,
   random: Math.random,
   makeId,
 });
-const actions = new Actions(connection, store, (what, error) => notices.problem(what, error));
+const actions = new Actions(connection, store, (what, error, retry) => notices.problem(what, error, retry));
+const hints = new TypingHints(({ session, parent, text }) => actions.typing(session, parent, text), clock);
 const follower = new Follower(byId("scroller"), byId("conversation"));
 
 const shownSession = () => (store.state.shown === null ? undefined : store.state.sessions.get(store.state.shown));
@@ -71,6 +78,7 @@ function readAddress() {
   const session = sessionOf(location.hash);
   if (session !== store.state.shown) {
     notices.clear();
+    hints.movedOn();
     actions.show(session);
   }
   drawer.close();
@@ -99,8 +107,14 @@ const conversation = new ConversationView(byId("conversation"), follower, {
   }),
   remove: (message) => withShown((session) => removeMessage(session, message)),
   editing: () => follower.stay(),
+  drafted: (message, text) => {
+    const session = shownSession();
+    if (text === null) hints.movedOn();
+    else if (session !== undefined) hints.typed(session.id, session.messages.get(message)?.parent ?? null, text);
+  },
   edit: async (message, text) => {
     const { shown } = store.state;
+    hints.sent();
     const sent = shown !== null && (await accepted("The edit was not sent.", actions.edit(shown, message, text)));
     if (sent) follower.follow();
     return sent;
@@ -117,7 +131,7 @@ const composer = new Composer(byId("composer"), {
   }),
   typing: (text) => {
     const session = shownSession();
-    if (session !== undefined) actions.typing(session.id, session.leaf, text);
+    if (session !== undefined) hints.typed(session.id, session.leaf, text);
   },
 });
 
@@ -129,14 +143,16 @@ function withShown(act) {
 /**
  * @param {string} what
  * @param {Promise<any>} request
+ * @param {() => Promise<boolean>} [again]
  * @returns {Promise<boolean>}
  */
-async function accepted(what, request) {
+async function accepted(what, request, again) {
   try {
     await request;
+    notices.worked(what);
     return true;
   } catch (error) {
-    notices.problem(what, /** @type {Error} */ (error));
+    notices.problem(what, /** @type {Error} */ (error), again);
     return false;
   }
 }
@@ -147,12 +163,14 @@ async function accepted(what, request) {
  */
 async function send(text) {
   notices.clear();
+  hints.sent();
+  const again = () => composer.sendAgain(text);
   let session = store.state.shown;
   if (session === null) {
     try {
       session = await actions.create(settings.pending);
     } catch (error) {
-      notices.problem("The chat was not created.", /** @type {Error} */ (error));
+      notices.problem("The chat was not created.", /** @type {Error} */ (error), again);
       return null;
     }
     // From here on the text is the new chat's draft, should the sending fail.
@@ -163,7 +181,7 @@ async function send(text) {
   }
   follower.follow();
   const parent = store.state.sessions.get(session)?.leaf ?? null;
-  return (await accepted("Not sent.", actions.send(session, parent, text))) ? session : null;
+  return (await accepted("Not sent.", actions.send(session, parent, text), again)) ? session : null;
 }
 
 function stopAnswer() {
@@ -307,7 +325,16 @@ async function authenticate() {
 }
 
 store.addEventListener("change", schedule);
-connection.addEventListener("frame", (event) => store.dispatch(/** @type {CustomEvent} */ (event).detail));
+connection.addEventListener("frame", (event) => {
+  const { detail } = /** @type {CustomEvent} */ (event);
+  store.dispatch(detail);
+  // While the answer was being written, nothing could be done for what is to follow it.
+  const session = shownSession();
+  if (detail.type === "generation.end" && detail.session === session?.id && detail.message === session?.leaf && composer.text.value !== "") {
+    hints.sent();
+    hints.typed(session.id, session.leaf, composer.text.value);
+  }
+});
 connection.addEventListener("state", (event) => {
   const { detail } = /** @type {CustomEvent} */ (event);
   store.dispatch({ type: "page.connection", connection: detail });

@@ -1,6 +1,6 @@
 // @ts-check
 /**
- * Where a person writes: text, send or stop, drafts, typing hints.
+ * Where a person writes: text, send or stop, drafts.
  *
  * The text leaves the box only when the server has acknowledged it; whatever fails, it is still there. Each session has
  * its own draft. Enter sends, Shift+Enter breaks the line, and Enter that ends a composition (Japanese, Chinese, Korean
@@ -18,11 +18,9 @@ import { count, h, icon, isComposing, setAttribute } from "./dom.js";
  * @property {(text: string) => Promise<string | null>} send the session it was accepted in; null: it was not
  * @property {() => void} stop
  * @property {() => void} answer                             the last message is a question without an answer
- * @property {(text: string) => void} typing
+ * @property {(text: string) => void} typing                 the text has changed
  */
 
-const TYPING_AFTER_MS = 400;
-const TYPING_MAX_CHARS = 16_384;
 const DRAFT_AFTER_MS = 300;
 
 export class Composer {
@@ -37,8 +35,6 @@ export class Composer {
     this._session = undefined;
     this._sending = false;
     this._mode = "send";
-    /** @type {any} */
-    this._typingTimer = null;
     /** @type {any} */
     this._draftTimer = null;
     this.text = h("textarea", { id: "composer-text", rows: "1", placeholder: "Write a message", "aria-describedby": "composer-hint", enterkeyhint: "send" });
@@ -79,6 +75,15 @@ export class Composer {
     this.text.value = text;
     this._changed();
     this.text.focus();
+  }
+
+  /**
+   * Send what is in the box, if that is still this text.
+   * @param {string} text
+   * @returns {Promise<boolean>} whether it was accepted
+   */
+  async sendAgain(text) {
+    return this._mode === "send" && this.text.value === text && (await this._send());
   }
 
   _drawButton() {
@@ -133,9 +138,7 @@ export class Composer {
     this._drawButton();
     clearTimeout(this._draftTimer);
     this._draftTimer = setTimeout(() => this._keepDraft(), DRAFT_AFTER_MS);
-    clearTimeout(this._typingTimer);
-    const text = this.text.value;
-    if (text !== "" && text.length <= TYPING_MAX_CHARS) this._typingTimer = setTimeout(() => this._handlers.typing(text), TYPING_AFTER_MS);
+    this._handlers.typing(this.text.value);
   }
 
   /** As high as its text. The form is held still while that is measured, or the conversation above would be scrolled. */
@@ -159,10 +162,10 @@ export class Composer {
     else if (this._mode === "send") void this._send();
   }
 
+  /** @returns {Promise<boolean>} whether it was accepted */
   async _send() {
     const text = this.text.value;
-    if (this._sending || text.trim() === "") return;
-    clearTimeout(this._typingTimer);
+    if (this._sending || text.trim() === "") return false;
     const session = this._session;
     this._keepDraft();
     this._sending = true;
@@ -179,5 +182,6 @@ export class Composer {
     }
     this._changed();
     this.text.focus({ preventScroll: true });
+    return accepted !== null;
   }
 }

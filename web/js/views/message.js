@@ -31,6 +31,7 @@ import { ending, progress } from "./standing.js";
  * @property {(message: string) => void} fork
  * @property {(message: string) => void} remove
  * @property {() => void} editing  a message is about to become a box to edit it in
+ * @property {(message: string, text: string | null) => void} drafted  what it is to say instead, so far; null: it stays
  * @property {(message: string, text: string) => Promise<boolean>} edit   whether it was accepted
  */
 
@@ -125,6 +126,7 @@ export class MessageView {
     const text = h("textarea", { class: "edit-text", "aria-label": "Edit the message", rows: "3" });
     text.value = this._text();
     const close = () => {
+      this._handlers.drafted(this._id, null);
       editor.replaceWith(this._body);
       this._editor = null;
       this._buttons.edit.focus();
@@ -136,6 +138,7 @@ export class MessageView {
       text.readOnly = false;
       if (accepted) close();
     };
+    text.addEventListener("input", () => this._handlers.drafted(this._id, text.value));
     text.addEventListener("keydown", (event) => {
       if (isComposing(event)) return;
       if (event.key === "Escape") {
