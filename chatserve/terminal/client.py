@@ -32,7 +32,10 @@ class ServerError(Exception):
     """The server's answer to a request was an error. The message is its sentence for a person."""
 
     def __init__(self, frame: Mapping[str, Any]) -> None:
-        super().__init__(frame.get("detail") or frame["code"])
+        self.retry_after_s: float | None = frame.get("retry_after_s")
+        """When the same may work, as far as the server knows."""
+        detail = frame.get("detail") or frame["code"]
+        super().__init__(detail if self.retry_after_s is None else f"{detail}; try again in {self.retry_after_s:.0f} s")
         self.code: str = frame["code"]
         self.retryable = bool(frame.get("retryable"))
 

@@ -223,6 +223,12 @@ async def test_a_refusal_is_the_servers_sentence() -> None:
         assert caught.value.code == "unknown_type"
 
 
+async def test_a_refusal_for_now_says_when_to_come_back() -> None:
+    frame = {"type": "error", "code": "overloaded", "detail": "12 requests are waiting", "retryable": True}
+    assert str(ServerError({**frame, "retry_after_s": 2.6})) == "12 requests are waiting; try again in 3 s"
+    assert str(ServerError(frame)) == "12 requests are waiting"
+
+
 async def test_the_command_works_over_pipes() -> None:
     async with FakeServer() as server:
         process = await asyncio.create_subprocess_exec(
