@@ -338,7 +338,7 @@ async def test_a_countdown_that_is_dismissed_sends_nothing(browser: Browser, ans
         await tab.page.click("#new-chat")
         await tab.send("The second")
         await expect(tab.page.locator(".notice button", has_text="Trying again in")).to_be_visible()
-        assert await tab.page.evaluate("() => intervals.size") == 1
+        await tab.page.wait_for_function("() => intervals.size === 1")
         await tab.page.locator(".notice [aria-label=Dismiss]").click()
         await expect(tab.page.locator(".notice")).to_have_count(0)
         assert await tab.page.evaluate("() => intervals.size") == 0
