@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import triton
 from chatserve_kernels.configs import default_configs, prefill_configs
-from chatserve_kernels.dense_prefill import DenseWorkspace, serves, split
+from chatserve_kernels.dense_prefill import DenseWorkspace, serves, split, warm_up
 from chatserve_kernels.device_plan import make_planner, make_prefill_planner
 from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace
@@ -210,6 +210,12 @@ class TritonAttention:
 
     def prepare(self, batch: PackedBatch) -> TritonStep:
         return TritonStep(self, batch)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Build what prompts of up to `max_tokens` new tokens a step need, so that no user waits for it; changes no KV.
+        What captured graphs use is built by their capture."""
+        if self.dense_workspace is not None:
+            warm_up(self.dense_workspace, *self.layers[0], self._num_heads, max_tokens)
 
     def decode_planner(self, max_rows: int) -> tuple[DecodePlanner, DecodeConfigs]:
         """A planner for up to so many decode rows, and the tiles that it plans for."""

@@ -64,6 +64,22 @@ def split(start: int, num_tokens: int) -> DensePiece | None:
     return DensePiece(start, _floor(num_tokens, 2), _floor(start, 8) if start >= MIN_PREFIX else 0)
 
 
+def warm_up(
+    workspace: DenseWorkspace, key_cache: torch.Tensor, value_cache: torch.Tensor, num_heads: int, max_tokens: int
+) -> None:
+    """Compile and build what pieces of up to `max_tokens` on no prefix need, and the parts of all others but for the
+    programs of their shapes. Reads the caches, whatever they hold, and writes nothing."""
+    block_size, head_dim = key_cache.shape[2:]
+    sizes = sorted({_floor(size, 2) for size in range(MIN_TOKENS, min(max_tokens, MAX_CONTEXT) + 1, MIN_TOKENS // 2)})
+    pieces = [DensePiece(0, size, 0) for size in sizes]
+    if sizes:
+        pieces.append(DensePiece(MIN_PREFIX + 1, MIN_TOKENS, MIN_PREFIX))
+    for piece in pieces:
+        table = torch.zeros(-(-piece.end // block_size), dtype=torch.int32, device=key_cache.device)
+        query = torch.zeros((piece.num_tokens, num_heads, head_dim), dtype=key_cache.dtype, device=key_cache.device)
+        dense_prefill(query, key_cache, value_cache, table, piece, workspace, scale=1.0)
+
+
 def serves(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is a dense kernel for such heads: on CUDA, one that is faster than a paged one."""
     return head_dim in HEAD_DIMS and (device.type == "cpu" or dtype in (torch.bfloat16, torch.float16))

@@ -86,7 +86,8 @@ def store_kv(
         )
 
 
-@triton.jit
+# Every length would be one of four kinds to compile for otherwise.
+@triton.jit(do_not_specialize=["num_tokens", "room"])
 def gather_kv_kernel(
     key_out,  # [NUM_KV_HEADS, room, HEAD_DIM]
     value_out,  # the same

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from chatserve_kernels import dense_prefill as module
-from chatserve_kernels.dense_prefill import DensePiece, DenseWorkspace, dense_prefill, serves, split
+from chatserve_kernels.dense_prefill import DensePiece, DenseWorkspace, dense_prefill, serves, split, warm_up
 from chatserve_kernels.reference import prefill_attention
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +73,26 @@ def test_shapes_are_few() -> None:
     assert len({piece.num_tokens for piece in found}) <= 9
     assert len({piece.prefix for piece in found}) <= 49
     assert max(piece.prefix + piece.square for piece in found) <= module.MAX_CONTEXT + module.SQUARE_UNIT
+
+
+def test_warming_up_meets_every_size_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MIN_TOKENS", 8), ("MIN_PREFIX", 16), ("SQUARE_UNIT", 8)):
+        monkeypatch.setattr(module, name, value)
+    case = Case(flat([50], 16), Heads(2, 1, 64, dtype=DTYPES[-1]))
+    before = case.pool.clone()
+    attend, seen = module.dense_prefill, set()
+
+    def watched(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        seen.add(len(query))
+        return attend(query, *rest, **options)
+
+    monkeypatch.setattr(module, "dense_prefill", watched)
+    workspace = DenseWorkspace(2, 1, 64, DTYPES[-1], DEVICE)
+    warm_up(workspace, case.key, case.value, 2, max_tokens=40)
+    pieces = [split(0, num_tokens) for num_tokens in range(41)]
+    assert seen == {piece.num_tokens for piece in pieces if piece is not None} == {8, 12, 16, 24, 32}
+    assert torch.equal(case.pool.nan_to_num(7.0), before.nan_to_num(7.0))
+    warm_up(workspace, case.key, case.value, 2, max_tokens=7)
 
 
 def test_where_there_is_a_dense_kernel() -> None:

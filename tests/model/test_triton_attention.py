@@ -126,9 +126,10 @@ MIXED = [PROMPTS[0], FORKS[0], DECODES[1], PROMPTS[2], FORKS[3], DECODES[3], PRO
 
 
 @pytest.mark.parametrize(
-    "rows", [DECODES, FORKS, PROMPTS, MIXED, [*FORKS, *PROMPTS]], ids=["decode", "forks", "prefill", "mixed", "in turn"]
+    ("rows", "softcap"),
+    [(DECODES, None), (FORKS, None), (PROMPTS, None), (MIXED, None), (MIXED, 2.0), ([*FORKS, *PROMPTS], None)],
+    ids=["decode", "forks", "prefill", "mixed", "mixed with soft cap", "in turn"],
 )
-@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_equals_torch(rows: list[RowSpec], softcap: float | None) -> None:
     World(rows, Heads(), seed=len(rows)).check(windows=(None, 9), softcap=softcap)
 
@@ -173,11 +174,16 @@ def test_random_batches_one_after_another_equal_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [[RowSpec(0, 40)], [RowSpec(50, 37, is_fork=True)], [*DECODES, *PROMPTS], MIXED],
-    ids=["all of it", "one", "in turn", "mixed"],
+    ("rows", "softcap"),
+    [
+        ([RowSpec(0, 40)], None),
+        ([RowSpec(50, 37, is_fork=True)], None),
+        ([*DECODES, *PROMPTS], None),
+        (MIXED, None),
+        ([RowSpec(20, 40)], 2.0),
+    ],
+    ids=["all of it", "one", "in turn", "mixed", "soft cap"],
 )
-@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_long_prompts_equal_torch(rows: list[RowSpec], softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some go to a dense kernel, in part or whole, in the layers whose window hides nothing."""
     from chatserve_kernels import dense_prefill
