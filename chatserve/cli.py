@@ -130,6 +130,25 @@ def cli() -> None:
 )
 @option("--threads", type=click.IntRange(0), default=_DEFAULTS.threads, help="CPU threads; 0 takes one a core.")
 @_redis_url
+@option(
+    "--web-workers",
+    type=click.IntRange(1, 64),
+    default=_DEFAULTS.web_workers,
+    help="Processes that serve sockets and HTTP; one is enough for hundreds of readers.",
+)
+@option(
+    "--on-restart",
+    type=click.Choice(["resume", "interrupt"]),
+    default=_DEFAULTS.on_restart,
+    help="What becomes of answers whose server died or was stopped.",
+)
+@option(
+    "--drain-s",
+    metavar="SECONDS",
+    type=click.FloatRange(0),
+    default=_DEFAULTS.drain_s,
+    help="How long a server that is told to stop waits for answers to end before it hands them over.",
+)
 @_tokens_file
 @option(
     "--kv-snapshot",

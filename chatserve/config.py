@@ -7,7 +7,7 @@ other module looks at the environment for our own variables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -71,6 +71,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: Path
     """Downloaded and converted models."""
     redis_url: str | None = None
+    web_workers: int = 1
+    on_restart: Literal["resume", "interrupt"] = "resume"
+    """What becomes of answers whose server died or was stopped: they go on, or are marked interrupted."""
+    drain_s: float = 5.0
+    """How long a server that is told to stop waits for answers to end."""
     tokens_file: Path | None = None
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -121,6 +126,10 @@ class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: Path
     engine_socket: Path
     redis_url: str
+    place: str = ""
+    """Has one process at a time: whoever starts there follows one that is gone. Empty: a place of its own."""
+    listen_fd: int | None = None
+    """A listening socket that was inherited; None: listen on the host and port."""
 
 
 def encode_settings(settings: msgspec.Struct) -> str:

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 import msgspec
 
 from chatserve.chat.engine_link import EngineLink
+from chatserve.chat.events import AnyEvent
+from chatserve.chat.following import Following
 from chatserve.chat.generations import Generations
+from chatserve.chat.leases import Leases
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.sessions import Sessions
-from chatserve.chat.store import MessageRecord, Store
+from chatserve.chat.store import MessageRecord, SessionState, Store
 from chatserve.chat.tree import USER
+from chatserve.chat.workers import Owner
 from chatserve.config import Limits
 from chatserve.engine.messages import PathRef
-from chatserve.errors import BadParamsError, EngineUnavailableError, TooLargeError
+from chatserve.errors import BadParamsError, EngineUnavailableError, NotFoundError, TooLargeError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
@@ -32,8 +36,17 @@ SMALL_TEXT_CHARS: Final = 2048
 T = TypeVar("T")
 
 
+class Announcement(msgspec.Struct, frozen=True):
+    """A change of a user's list of sessions, as processes tell each other."""
+
+    origin: Owner
+    session: SessionId
+    title: str | None
+    deleted: bool
+
+
 class PublishChanged(Protocol):
-    """Tells every socket of a user that the list of sessions changed; `title` is None where it did not."""
+    """Tells every socket of a user here that the list of sessions changed; `title` is None where it did not."""
 
     def __call__(self, user: UserId, session: SessionId, title: str | None, *, deleted: bool) -> None: ...
 
@@ -43,6 +56,8 @@ class Core:
     """The parts."""
 
     store: Store
+    leases: Leases
+    following: Following
     sessions: Sessions
     link: EngineLink
     generations: Generations
@@ -59,6 +74,49 @@ class Core:
 
     def new_session_id(self) -> SessionId:
         return SessionId(self.new_id())
+
+    def announce(self, session: SessionId, title: str | None, *, deleted: bool = False) -> bytes:
+        """What goes with a change that the other processes are to tell their sockets of."""
+        return msgspec.msgpack.encode(Announcement(self.leases.owner, session, title, deleted))
+
+    async def state(self, user: UserId, session: SessionId) -> SessionState:
+        """A session as of the last event that was published here, whoever holds it. Between the moment that it shows
+        and the moment that the caller goes on nothing of it is published here.
+
+        Raises:
+            NotFoundError: there is no such session for this user.
+            StoreUnavailableError: that cannot be known now.
+        """
+        while True:
+            if (live := self.sessions.peek(user, session)) is not None:
+                return live.state()
+            epoch = self.following.epoch(user, session)
+            state = await self.store.load(user, session)
+            if self.sessions.peek(user, session) is not None:
+                continue
+            if state is None:
+                raise NotFoundError("there is no such session")
+            if self.following.note_read(user, session, state.seq, epoch):
+                return state
+
+    async def replay(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
+        """Every event later than `after` that has been published here; None where that range is not whole."""
+        while True:
+            if (live := self.sessions.peek(user, session)) is not None:
+                if after == live.seq:
+                    return []
+                events = await self.store.events(user, session, after)
+                if events is None or live.seq < after:
+                    return None
+                return [event for event in events if event.seq <= live.seq]
+            epoch = self.following.epoch(user, session)
+            events = await self.store.events(user, session, after)
+            if self.sessions.peek(user, session) is not None:
+                continue
+            if events is None:
+                return None
+            if self.following.note_read(user, session, events[-1].seq if events else after, epoch):
+                return events
 
     def check_text(self, field: str, text: object) -> None:
         """Raises:

@@ -20,13 +20,15 @@ from chatserve.chat.engine_link import EngineLink
 from chatserve.chat.events import AnyEvent, GenerationDelta
 from chatserve.chat.generation import GENERATING, Generation
 from chatserve.chat.health import StoreHealth
+from chatserve.chat.live_session import LiveSession
+from chatserve.chat.orphans import Orphans
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.run import Run
-from chatserve.chat.sessions import LiveSession, Sessions, with_tree
-from chatserve.chat.store import Delta, MessageRecord, Store, Transaction
+from chatserve.chat.sessions import Sessions, with_tree
+from chatserve.chat.store import Delta, LeaseLostError, MessageRecord, OwnedElsewhereError, Store, Transaction
 from chatserve.engine.messages import PathRef
 from chatserve.errors import NotFoundError
-from chatserve.types import FinishReason, SamplingParams, SessionId, UserId
+from chatserve.types import FinishReason, SamplingParams, UserId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +50,8 @@ class Generations:
         link: EngineLink,
         encoder: PromptEncoder,
         health: StoreHealth,
-        orphan_grace_s: float,
+        orphans: Orphans,
+        resumes: bool,
         watch: Callable[[asyncio.Task[None]], None],
         clock: Callable[[], float],
         monotonic: Callable[[], float],
@@ -58,7 +61,8 @@ class Generations:
         self._link = link
         self._encoder = encoder
         self._health = health
-        self._orphan_grace_s = orphan_grace_s
+        self._orphans = orphans
+        self._resumes = resumes
         self._watch = watch
         self._clock = clock
         self._monotonic = monotonic
@@ -67,7 +71,7 @@ class Generations:
         self._ending: set[asyncio.Task[None]] = set()
         self._count: dict[UserId, int] = {}
         self._live: dict[Generation, LiveSession] = {}
-        self._grace: dict[SessionId, asyncio.TimerHandle] = {}
+        orphans.stop = self._orphan
 
     def count(self, user: UserId) -> int:
         """Generations of a user that have not ended."""
@@ -77,9 +81,16 @@ class Generations:
         return len(self._live)
 
     def start(self, live: LiveSession, record: MessageRecord) -> None:
-        """Generate a message that is in the tree with status generating, and whose path is encoded."""
+        """Generate a message that is in the tree with status generating, and whose path is encoded; or go on with it,
+        where it has more tokens than before this attempt: seed and position decide each token, so it is the same text.
+        """
         path = live.tree.path(record.message)
-        prompt_ids = tuple(chain.from_iterable(message.token_ids for message in path))
+        *before, _ = path
+        output_ids = record.token_ids[record.num_kept_tokens :]
+        prompt_ids = (
+            *chain.from_iterable(message.token_ids for message in before),
+            *record.token_ids[: record.num_kept_tokens],
+        )
         sampling = SamplingParams.merge(record.params, {"seed": record.seed})
         skip_prefix = "" if record.token_ids else self._encoder.answer_prefix
         detokenizer = Detokenizer(self._encoder.tokenizer.bytes_of, skip_prefix=skip_prefix)
@@ -87,6 +98,7 @@ class Generations:
         generation = Generation(
             user=live.user,
             session=live.session,
+            fence=live.fence,
             record=record,
             output=OutputText(
                 detokenizer, (*sampling.stop, *self._encoder.stop_strings), self._encoder.encode_continuation
@@ -95,7 +107,8 @@ class Generations:
             monotonic=self._monotonic,
         )
         generation.run = Run(
-            name=f"{record.message}.{record.attempt}",
+            # The fence: an earlier owner's request may still be with the same engine.
+            name=f"{record.message}.{record.attempt}.{live.fence}",
             user=live.user,
             prompt_ids=prompt_ids,
             num_shared_tokens=self._encoder.num_shared_tokens(live.record.system, path[0].token_ids),
@@ -103,19 +116,32 @@ class Generations:
             stop_token_ids=self._encoder.stop_token_ids,
             base=next((live.paths[m.message] for m in reversed(path) if m.message in live.paths), None),
             listener=generation,
+            output_ids=output_ids,
+            has_started=generation.has_started,
         )
         live.generations[record.message] = generation
         self._live[generation] = live
         self._count[live.user] = self.count(live.user) + 1
         self._link.start(generation.run)
-        if not live.num_subscribers:
-            self._start_grace(live)
+        self._orphans.subscribers_changed(live)
 
     def adopt(self, live: LiveSession) -> None:
         """Start what a turn stored whose write was uncertain until now."""
         for record in live.tree:
             if record.status == GENERATING and record.message not in live.generations:
                 self.start(live, record)
+
+    def inherit(self, live: LiveSession) -> None:
+        """Go on with what another process left unfinished, or, if we are told so, end it."""
+        self.adopt(live)
+        if not self._resumes:
+            for generation in list(live.generations.values()):
+                self.stop(generation, FinishReason.INTERRUPTED)
+
+    def lose(self, live: LiveSession) -> None:
+        """Another process has the session, and goes on with what is generated in it."""
+        for generation in list(live.generations.values()):
+            self._drop(generation)
 
     def stop(self, generation: Generation, reason: FinishReason) -> None:
         """Ask a generation to end; the first reason counts."""
@@ -136,14 +162,6 @@ class Generations:
         for generation in stopping:
             await self._health.while_up(generation.ended.wait())
 
-    def subscribers_changed(self, live: LiveSession) -> None:
-        """A session without subscribers keeps its generations for the grace period only."""
-        if live.num_subscribers:
-            if (timer := self._grace.pop(live.session, None)) is not None:
-                timer.cancel()
-        elif live.generations:
-            self._start_grace(live)
-
     # --- the writer ---------------------------------------------------------------------------------------------------
 
     async def write(self) -> None:
@@ -156,15 +174,23 @@ class Generations:
 
     async def close(self) -> None:
         """Interrupt everything and wait a little for the ends to be stored."""
-        for timer in self._grace.values():
-            timer.cancel()
         running = list(self._live)
         for generation in running:
             self.stop(generation, FinishReason.INTERRUPTED)
         await asyncio.gather(*(self._health.while_up(g.ended.wait()) for g in running), return_exceptions=True)
 
+    async def all_ended(self) -> None:
+        """Wait until nothing is being generated."""
+        while self._live:
+            await next(iter(self._live)).ended.wait()
+
+    def hand_over(self) -> None:
+        """Leave what is being generated as it stands in the store, for others to go on with."""
+        for generation in list(self._live):
+            self._drop(generation)
+
     def abandon(self) -> None:
-        """Cancel the tasks that write ends; recovery at the next start does their work."""
+        """Cancel the tasks that write ends; whoever inherits what is left does their work."""
         for task in self._ending:
             task.cancel()
 
@@ -188,7 +214,7 @@ class Generations:
                 if seq is not None and generation in self._live:
                     self._deliver(generation, delta, seq)
                 else:
-                    self._drop(generation)
+                    self._refused(generation)
         for generation in batch:
             # What came while we were writing is written first, in the next round: it has marked itself.
             if generation.is_ready_to_finish and generation in self._live:
@@ -200,18 +226,33 @@ class Generations:
 
     async def _write_notices(self, generation: Generation) -> None:
         events, generation.notices = tuple(generation.notices), []
-        write_id = f"notice:{generation.message}:{generation.attempt}:{generation.num_notice_writes}"
-        generation.num_notice_writes += 1
-        change = Transaction(user=generation.user, session=generation.session, events=events, write_id=write_id)
         live = self._live.get(generation)
         if live is None:
             return
+        number, generation.num_notice_writes = generation.num_notice_writes, generation.num_notice_writes + 1
+        started = generation.take_started(live.tree.get(generation.message))
+        change = Transaction(
+            user=generation.user,
+            session=generation.session,
+            puts=() if started is None else (started,),
+            events=events,
+            write_id=f"notice:{generation.message}:{generation.attempt}.{generation.fence}:{number}",
+            fence=generation.fence,
+        )
         try:
             committed = await self._health.persist(lambda: self._store.commit(change))
         except NotFoundError:
             self._drop(generation)
             return
-        live.deliver(committed.first_seq, events, lambda: None)
+        except LeaseLostError:
+            self._sessions.lose(live.user, live.session)
+            return
+
+        def apply() -> None:
+            if started is not None and started.message in live.tree:
+                live.tree.apply(live.tree.replace(started))
+
+        live.deliver(committed.first_seq, events, apply)
 
     def _deliver(self, generation: Generation, delta: Delta, seq: int) -> None:
         live = self._live[generation]
@@ -225,11 +266,15 @@ class Generations:
             try:
                 await self._health.persist(lambda: self._finish_once(live, generation))
                 return
-            except NotFoundError:
+            except (NotFoundError, OwnedElsewhereError):
                 self._drop(generation)
+            except LeaseLostError:
+                continue  # it was dropped with the session, unless it has been taken back at once
 
     async def _finish_once(self, live: LiveSession, generation: Generation) -> None:
         async with self._sessions.changing(live.user, live.session) as current:
+            if generation not in self._live:
+                return  # lost while we waited
             assert current is live, "a session with a generation stays in memory"
             record, event, path = generation.finished(live.tree.get(generation.message))
             change = live.tree.replace(record)
@@ -269,15 +314,22 @@ class Generations:
         live.paths[generation.message] = path
         live.paths[parent] = msgspec.structs.replace(path, num_tokens=min(path.num_tokens, num_tokens))
 
-    def _start_grace(self, live: LiveSession) -> None:
-        if (timer := self._grace.get(live.session)) is not None:
-            timer.cancel()
-        self._grace[live.session] = asyncio.get_running_loop().call_later(self._orphan_grace_s, self._orphan, live)
-
     def _orphan(self, live: LiveSession) -> None:
-        self._grace.pop(live.session, None)
         for generation in list(live.generations.values()):
             self.stop(generation, FinishReason.ORPHANED)
+
+    def _refused(self, generation: Generation) -> None:
+        """The store took no more of its text."""
+        live = self._live.get(generation)
+        self._drop(generation)
+        if live is not None:
+            task = asyncio.create_task(self._check_lease(live), name="check a lease")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            task.add_done_callback(self._watch)
+
+    async def _check_lease(self, live: LiveSession) -> None:
+        await self._health.persist(lambda: self._sessions.check_lease(live))
 
     def _drop(self, generation: Generation) -> None:
         """Its message or session is gone."""
@@ -297,3 +349,5 @@ class Generations:
         if left:
             self._count[generation.user] = left
         generation.ended.set()
+        if not live.generations:
+            self._orphans.forget(live)

@@ -3,22 +3,32 @@
 Keys carry a hash tag of their user, so that one script sees a session and its index together. Of a user:
 
     chatserve:{user}:index              sorted set   session ids by updated_at
-    chatserve:{user}:unfinished         set          sessions with a message that is being generated
     chatserve:{user}:request:ID         hash         digest and answer of a request, 20 minutes
-    chatserve:{user}:session:SID        hash         record, title, seq, order; after a deletion: deleted, seq
+    chatserve:{user}:session:SID        hash         record, title, seq, order, owner, fence; deleted: deleted, seq
     chatserve:{user}:metas:SID          hash         message id -> record without text and token ids
     chatserve:{user}:texts:SID          hash         message id -> text
     chatserve:{user}:tokens:SID         hash         message id -> token ids, packed int32
     chatserve:{user}:order:SID          sorted set   message ids in creation order
     chatserve:{user}:events:SID         stream       SEQ-0 -> event, the last ones
-    chatserve:{user}:generating:SID     hash         message id -> attempt and first token of its last delta
+    chatserve:{user}:generating:SID     hash         message id -> ATTEMPT.FENCE and first token of its last delta
     chatserve:{user}:live-text:SID:MID  string       what was appended to `texts` since the message was put
     chatserve:{user}:live-tokens:SID:MID
     chatserve:{user}:writes:SID         list         ids and results of the last writes
 
+Of the servers' processes (`workers`):
+
+    chatserve:worker:PLACE              string       nonce of the process there, for as long as it beats
+    chatserve:workers                   set          owners that joined and were not forgotten
+    chatserve:held:OWNER                set          (user, session) whose lease an owner may hold
+
 Besides them there are `chatserve:schema` and `chatserve:users`, the users that ever made a session. Only scripts write
-a session, and each gets `session:SID` as its first key: the place for whatever else a write must be permitted by.
-Records and events are MessagePack. What changes here in a way that older programs cannot read raises `SCHEMA`.
+a session, and each gets `session:SID` as its first key. Records and events are MessagePack. What is published:
+
+    chatserve:{user}:news:SID           of each write the first seq, the request it answered, its events
+    chatserve:{user}:list               announcements
+    chatserve:letters:OWNER             letters to a process
+
+What changes here in a way that older programs cannot read raises `SCHEMA` and gets a step in `redis_schema`.
 """
 
 from __future__ import annotations
@@ -30,6 +40,7 @@ from urllib.parse import quote
 import msgspec
 
 from chatserve.chat.events import AnyEvent, GenerationDelta
+from chatserve.chat.feed import News
 from chatserve.chat.store import MessageRecord, SessionRecord, SessionState
 from chatserve.types import MessageId, SessionId, UserId
 
@@ -38,7 +49,7 @@ if TYPE_CHECKING:
 
     from chatserve.chat.store import Delta
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 
 encode: Final = msgspec.msgpack.encode
 _meta_decoder: Final = msgspec.msgpack.Decoder(MessageRecord)
@@ -62,6 +73,10 @@ class Keys:
     def session(self, session: SessionId, *kinds: str) -> tuple[bytes, ...]:
         return tuple(f"{self._prefix}{kind}:{session}".encode() for kind in kinds)
 
+    def news(self, session: SessionId) -> bytes:
+        """The channel of a session's events."""
+        return self.of("news:", session)
+
     def live(self, session: SessionId, message: str = "") -> tuple[bytes, bytes]:
         """Of a message: its live text and tokens; without one: what their names begin with."""
         return self.of("live-text:", f"{session}:{message}"), self.of("live-tokens:", f"{session}:{message}")
@@ -80,11 +95,16 @@ def place_of(delta: Delta) -> bytes:
     return encode((delta.message, delta.attempt, delta.first_token, len(delta.token_ids)))
 
 
-def read_state(seq: int, record: bytes, sizes: bytes, body: bytes) -> SessionState:
+LETTERS: Final = "chatserve:letters:"
+"""Before an owner's name: the channel on which it hears letters."""
+
+
+def read_state(seq: int, fence: int, record: bytes, sizes: bytes, body: bytes) -> SessionState:
     """From load.lua's reply."""
     return SessionState(
         record=_record_decoder.decode(record),
         seq=seq,
+        fence=fence,
         messages=tuple(
             msgspec.structs.replace(_meta_decoder.decode(meta), text=text.decode(), token_ids=_unpack_tokens(token_ids))
             for meta, text, token_ids in _cut(sizes, body)
@@ -95,6 +115,16 @@ def read_state(seq: int, record: bytes, sizes: bytes, body: bytes) -> SessionSta
 def read_events(session: SessionId, first_seq: int, sizes: bytes, body: bytes) -> list[AnyEvent]:
     """From events.lua's reply."""
     return [_read_event(session, seq, *parts) for seq, parts in enumerate(_cut(sizes, body), start=first_seq)]
+
+
+def read_news(user: UserId, session: SessionId, message: bytes) -> News:
+    """From what commit.lua and append.lua publish."""
+    first_seq, num_parts = struct.unpack_from("<QI", message)
+    start = 12 + 12 * num_parts
+    parts = _cut(message[12:start], message[start:])
+    request_id, answer, _ = next(parts)
+    events = tuple(_read_event(session, seq, *part) for seq, part in enumerate(parts, start=first_seq))
+    return News(user=user, session=session, events=events, request_id=request_id.decode(), answer=answer)
 
 
 def _cut(sizes: bytes, body: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:

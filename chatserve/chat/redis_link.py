@@ -18,7 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -69,6 +69,8 @@ class RedisLink:
         self.name: Final = hide_password(url)
         self._redis = _client(url, MAX_CONNECTIONS, timeout_s, timeout_s)
         self._reader = _client(url, MAX_READ_CONNECTIONS, timeout_s, timeout_s * READ_PATIENCE)
+        self._url = url
+        self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def command(self, what: str, *args: bytes | str | int) -> Any:
@@ -106,6 +108,17 @@ class RedisLink:
             return replies
 
         return await self._call(what, run)
+
+    async def num_subscribers(self, channel: bytes) -> int:
+        """Of one channel, on all connections to the store."""
+        reply = await self.command("count subscribers", "PUBSUB", "NUMSUB", channel)
+        return int(reply[1])
+
+    async def feed_connection(self, silence_s: float) -> Connection:
+        """A connection for one caller alone, not connected yet, on which nothing may be heard for so long."""
+        pool = _client(self._url, 1, self._timeout_s, silence_s).connection_pool
+        connection: Connection = pool.make_connection()  # type: ignore[no-untyped-call]
+        return connection
 
     async def _pipeline(self, script: Script, calls: Sequence[Call], *, load: bool) -> list[Any]:
         async with self._redis.pipeline(transaction=False) as pipeline:

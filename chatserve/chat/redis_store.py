@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from redis.exceptions import ResponseError
 
 from chatserve.chat.events import AnyEvent
+from chatserve.chat.feed import Feed
+from chatserve.chat.letters import LeaseTaken, encode_letter
+from chatserve.chat.redis_feed import RedisFeed
 from chatserve.chat.redis_layout import (
-    SCHEMA,
+    LETTERS,
     Keys,
     encode,
     pack_tokens,
@@ -29,13 +32,18 @@ from chatserve.chat.redis_layout import (
 )
 from chatserve.chat.redis_link import Call, RedisLink, Script, one_line, raise_error
 from chatserve.chat.redis_listing import SessionListing
+from chatserve.chat.redis_schema import bring_up_to_date
+from chatserve.chat.redis_workers import RedisWorkers
 from chatserve.chat.store import (
     Committed,
     Delta,
+    LeaseLostError,
+    OwnedElsewhereError,
     SessionPage,
     SessionState,
     Transaction,
 )
+from chatserve.chat.workers import Owner
 from chatserve.errors import ConflictError, NotFoundError, StartupError, StoreUnavailableError
 from chatserve.types import SessionId, UserId
 
@@ -93,13 +101,7 @@ async def _check_server(link: RedisLink) -> None:
         logger.warning(
             "the store at %s may throw sessions away when it is full: set its maxmemory-policy to noeviction", link.name
         )
-    await link.command("mark its schema", "SET", "chatserve:schema", str(SCHEMA), "NX")
-    found: bytes = await link.command("tell its schema", "GET", "chatserve:schema")
-    if not found.isdigit() or int(found) > SCHEMA:
-        raise StartupError(
-            f"the store at {link.name} has schema {found.decode(errors='replace')} and this version knows {SCHEMA}: "
-            "upgrade chatserve, or give it another store"
-        )
+    await bring_up_to_date(link)
 
 
 class RedisStore:
@@ -110,9 +112,39 @@ class RedisStore:
         self._link = link
         self._event_history = event_history
         self._listing = SessionListing(link)
-        self._commit, self._append, self._load, self._events = (
-            Script.read(name) for name in ("commit", "append", "load", "events")
+        self._workers = RedisWorkers(link)
+        self._commit, self._append, self._load, self._events, self._acquire, self._release = (
+            Script.read(name) for name in ("commit", "append", "load", "events", "acquire", "release")
         )
+
+    @property
+    def workers(self) -> RedisWorkers:
+        return self._workers
+
+    def open_feed(self, owner: Owner) -> Feed:
+        """See `Store.open_feed`."""
+        return RedisFeed(self._link, owner)
+
+    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+        """See `Store.acquire`."""
+        names = Keys(user).session(session, "session", "generating")
+        lost = encode_letter(LeaseTaken(user, session))
+        args = (owner.encode(), (instead_of or "").encode(), LETTERS.encode(), lost)
+        reply = await self._link.script("take over a session", self._acquire, Call(names, args))
+        match reply:
+            case [b"ok", int(fence)]:
+                return fence
+            case [b"held", bytes(holder)]:
+                raise OwnedElsewhereError(Owner(holder.decode()))
+            case [b"missing"]:
+                raise NotFoundError(f"there is no session {session}")
+            case _:
+                raise AssertionError(f"not a result of acquire: {reply!r}")
+
+    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
+        """See `Store.release`."""
+        names = Keys(user).session(session, "session")
+        await self._link.script("give a session back", self._release, Call(names, (fence,)))
 
     async def commit(self, change: Transaction) -> Committed:
         """See `Store.commit`."""
@@ -134,6 +166,8 @@ class RedisStore:
                 raise NotFoundError(f"session {change.session} was deleted")
             case [b"missing"]:
                 raise NotFoundError(f"there is no session {change.session}")
+            case [b"fenced"]:
+                raise LeaseLostError
             case _:
                 raise AssertionError(f"not a result of commit: {reply!r}")
 
@@ -143,10 +177,11 @@ class RedisStore:
         names = keys.session(
             change.session, "session", "metas", "texts", "tokens", "order", "events", "generating", "writes"
         )
-        names += (keys.of("index"), keys.of("unfinished"))
-        digest, answer = b"", b""
+        names += (keys.of("index"),)
+        request_id, digest, answer = b"", b"", b""
         if change.idempotency is not None:
             names += (keys.of("request:", change.idempotency.request_id),)
+            request_id = change.idempotency.request_id.encode()
             digest, answer = change.idempotency.digest.encode(), change.idempotency.answer
         record, title, updated_at = b"", b"", 0.0
         if change.record is not None:
@@ -156,6 +191,8 @@ class RedisStore:
         args: list[bytes | int | float] = [*keys.live(change.session), change.session.encode(), write_id.encode()]
         args += [int(change.create), int(change.delete), record, title, repr(updated_at).encode(), digest, answer]
         args += [self._event_history, EVENTS_TTL_S, REQUEST_TTL_S, WRITES_TTL_S, TOMBSTONE_TTL_S, WRITES_KEPT]
+        args += [change.fence, change.owner.encode(), keys.news(change.session), request_id]
+        args += [keys.of("list"), change.announcement]
         args += [len(change.deletes), *(message.encode() for message in change.deletes)]
         args += [len(change.puts), *itertools.chain.from_iterable(map(put_arguments, change.puts))]
         args += [len(change.events), *map(encode, change.events)]
@@ -182,6 +219,8 @@ class RedisStore:
                 delta.text.encode(),
                 pack_tokens(delta.token_ids),
                 self._event_history,
+                delta.fence,
+                keys.news(delta.session),
             ),
         )
 
@@ -210,24 +249,17 @@ class RedisStore:
         """See `Store.list_sessions`."""
         return await self._listing.page(user, limit, cursor, query)
 
-    async def unfinished(self) -> list[tuple[UserId, SessionId]]:
+    async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:
         """See `Store.unfinished`."""
         found: list[tuple[UserId, SessionId]] = []
-        cursor = 0
-        while True:
-            next_cursor, names = await self._link.command(
-                "list users", "SSCAN", "chatserve:users", cursor, "COUNT", 500
-            )
-            users = [UserId(name.decode()) for name in names]
-            replies = await self._link.commands(
-                "list unfinished sessions", [("SMEMBERS", Keys(user).of("unfinished")) for user in users]
-            )
-            for user, reply in zip(users, replies, strict=True):
+        for start in range(0, len(sessions), 500):
+            some = sessions[start : start + 500]
+            names = [Keys(user).session(session, "generating")[0] for user, session in some]
+            replies = await self._link.commands("list unfinished sessions", [("EXISTS", name) for name in names])
+            for pair, reply in zip(some, replies, strict=True):
                 raise_error(reply)
-                found += [(user, SessionId(session.decode())) for session in reply]
-            cursor = int(next_cursor)
-            if cursor == 0:
-                return sorted(set(found))
+                found += [pair] if reply else []
+        return found
 
     async def ping(self) -> None:
         """See `Store.ping`."""

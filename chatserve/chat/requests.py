@@ -35,6 +35,10 @@ class Request:
         self._waiting: list[Answer] = []
         self._answered: dict[str, Any] | None = None
 
+    @property
+    def is_answered(self) -> bool:
+        return self._answered is not None
+
     def listen(self, answer: Answer) -> None:
         if self._answered is None:
             self._waiting.append(answer)

@@ -13,6 +13,8 @@ from chatserve.engine.messages import PathRef, Started
 from chatserve.types import FinishReason, SamplingParams, UserId
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from chatserve.types import RequestId
 
 
@@ -51,7 +53,10 @@ class Run:
         stop_token_ids: tuple[int, ...],
         base: PathRef | None,
         listener: RunListener,
+        output_ids: Sequence[int] = (),
+        has_started: bool = False,
     ) -> None:
+        """`output_ids`: what another process has generated of it before."""
         assert sampling.seed is not None, "the seed is drawn before"
         self.name = name
         self.user = user
@@ -61,10 +66,11 @@ class Run:
         self.stop_token_ids = stop_token_ids
         self.base = base
         self.listener = listener
-        self.output_ids: list[int] = []
+        self.output_ids = list(output_ids)
         self.request_id: RequestId | None = None
         """The engine's current name for it; None while the engine is away."""
-        self.has_started = False
+        self.has_started = has_started
+        """Its listener has heard so, or somebody before it."""
         self.is_queued = False
         """The present engine has said that it waits."""
         self.num_submitted_output = 0

@@ -1,6 +1,6 @@
 """The parts of the chat service and the tasks that keep them going.
 
-Owns the endless tasks (one takes in what the engine says, one writes what it produced, one watches the engine) and what
+Owns the endless tasks (what the engine says, what the other processes say, the writer of text, heartbeats), and what
 the service knows of the health of store and engine. Requests are `service`'s business.
 """
 
@@ -11,24 +11,33 @@ import contextlib
 import logging
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from chatserve.chat import recovery
-from chatserve.chat.core import Core, PublishChanged
+import msgspec
+
+from chatserve.chat.core import Announcement, Core, PublishChanged
 from chatserve.chat.engine_link import EngineClient, EngineLink
 from chatserve.chat.engine_watch import EngineWatch
+from chatserve.chat.feed import Announced, Letter, Missed, News
+from chatserve.chat.following import Following
+from chatserve.chat.forwarding import Forwarding
 from chatserve.chat.generations import Generations
 from chatserve.chat.health import StoreHealth
+from chatserve.chat.leases import Leases
+from chatserve.chat.letters import decode_letter
+from chatserve.chat.orphans import Orphans
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.sessions import Sessions
 from chatserve.chat.store import Store
 from chatserve.chat.watched_store import WatchedStore
+from chatserve.chat.workers import Owner
 from chatserve.config import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
-    from chatserve.chat.sessions import Publish
+    from chatserve.chat.live_session import Publish
+    from chatserve.types import SessionId, UserId
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +52,17 @@ class Runtime:
         self,
         *,
         store: Store,
+        owner: Owner,
         engine: EngineClient,
         encoder: PromptEncoder,
         limits: Limits,
         publish: Publish,
+        publish_relayed: Publish,
         publish_changed: PublishChanged,
         publish_health: Callable[[str, float | None], None],
+        break_off: Callable[[UserId, SessionId], None],
+        resumes: bool,
+        beat_s: float,
         orphan_grace_s: float,
         engine_patience_s: float,
         engine_silence_s: float,
@@ -60,29 +74,41 @@ class Runtime:
         self._publish_health = publish_health
         self._clock = clock
         self._engine_patience_s = engine_patience_s
+        self._publish_changed = publish_changed
+        self._resumes = resumes
         self._on_crash = on_crash or _end_process
         self._engine_down_since: float | None = None
         self._engine_told_away = False
         self._patience: asyncio.TimerHandle | None = None
         self.health = StoreHealth(store, publish=self._store_health, watch=self._watch, clock=clock)
         watched = WatchedStore(store, self.health.report_down)
-        sessions = Sessions(watched, self.health, publish)
+        self.feed = store.open_feed(owner)
+        leases = Leases(watched, owner, beat_s=beat_s, monotonic=monotonic)
+        following = Following(watched, self.feed, self.health, publish=publish_relayed, break_off=break_off)
+        sessions = Sessions(watched, self.health, leases, following, publish)
+        self.forwarding = Forwarding(watched, self.feed, leases, following, sessions)
         link = EngineLink(engine, on_up=self._engine_up, on_down=self._engine_down)
         self.engine_watch = EngineWatch(link, silence_s=engine_silence_s, on_change=self._tell_engine)
+        self.orphans = Orphans(self.feed, grace_s=orphan_grace_s, watch=self._watch)
         generations = Generations(
             store=watched,
             sessions=sessions,
             link=link,
             encoder=encoder,
             health=self.health,
-            orphan_grace_s=orphan_grace_s,
+            orphans=self.orphans,
+            resumes=resumes,
             watch=self._watch,
             clock=clock,
             monotonic=monotonic,
         )
         sessions.on_reloaded = generations.adopt
+        sessions.on_loaded = generations.inherit
+        sessions.on_lost = generations.lose
         self.core = Core(
             store=watched,
+            leases=leases,
+            following=following,
             sessions=sessions,
             link=link,
             generations=generations,
@@ -95,48 +121,100 @@ class Runtime:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._settling: set[asyncio.Task[None]] = set()
+        self._users: set[UserId] = set()
+        """Whose lists somebody here looks at."""
 
     async def start(self) -> None:
-        """Recover, then run.
+        """Join the others, go on with what the dead left unfinished, then run.
 
         Raises:
             StoreUnavailableError: the store is away.
         """
-        await recovery.interrupt_unfinished(self.core.store)
-        self._tasks = [
-            asyncio.create_task(self.core.link.listen(), name="engine events"),
-            asyncio.create_task(self.core.generations.write(), name="text writer"),
-            asyncio.create_task(self.engine_watch.run(), name="engine watch"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._watch)
+        # Whoever sees us alive may write to us.
+        self._run(self._hear(), "store feed")
+        await self.core.leases.join()
+        self._run(self.core.leases.beat(), "heartbeat")
+        self._run(self.core.link.listen(), "engine events")
+        self._run(self.core.generations.write(), "text writer")
+        self._run(self.engine_watch.run(), "engine watch")
 
     async def close(self) -> None:
-        """Interrupt what is being generated, wait a little for that to be stored, and stop."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.core.generations.close()
-        self.core.generations.abandon()
+        """Hand over what is being generated, or interrupt it and wait a little for that to be stored, and stop."""
+        core = self.core
+        await self.forwarding.drain(CLOSE_TIMEOUT_S)
+        is_empty = len(core.generations) == 0
+        if self._resumes:
+            core.generations.hand_over()
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await core.generations.close()
+            is_empty = len(core.generations) == 0
+        core.generations.abandon()
         if self._patience is not None:
             self._patience.cancel()
         for task in (*self._tasks, *self._settling):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._settling, return_exceptions=True)
+        await self.orphans.close()
+        await core.following.close()
+        await self.feed.close()
+        if self._tasks:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await core.leases.leave(is_empty=is_empty)
         await self.health.close()
-        self.core.executor.shutdown(wait=False, cancel_futures=True)
+        core.executor.shutdown(wait=False, cancel_futures=True)
+
+    def follow_user(self, user: UserId) -> None:
+        self._users.add(user)
+        self._spawn(self.health.persist(lambda: self.feed.follow_user(user)), "follow a user's list")
+
+    def unfollow_user(self, user: UserId) -> None:
+        self._users.discard(user)
+        self._spawn(self._unfollow_user(user), "unfollow a user's list")
+
+    async def _unfollow_user(self, user: UserId) -> None:
+        if user not in self._users:
+            await self.feed.unfollow_user(user)
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._watch)
+        self._tasks.append(task)
+
+    async def _hear(self) -> None:
+        """Take in what the other processes do and say."""
+        core = self.core
+        async for heard in self.feed.heard():
+            match heard:
+                case News():
+                    core.following.take(heard)
+                case Announced(user=user, announcement=announcement):
+                    changed = msgspec.msgpack.decode(announcement, type=Announcement)
+                    if changed.origin != core.leases.owner:
+                        self._publish_changed(user, changed.session, changed.title, deleted=changed.deleted)
+                case Letter(body=body):
+                    try:
+                        self.forwarding.take(decode_letter(body))
+                    except msgspec.MsgspecError as error:
+                        log.warning("a letter that makes no sense: %s; do all servers run one version?", error)
+                case Missed():
+                    core.following.missed()
+                    self._spawn(self.health.persist(core.sessions.check_leases), "check leases")
 
     # --- health -------------------------------------------------------------------------------------------------------
 
     def _store_health(self, component: str, since: float | None) -> None:
         self._publish_health(component, since)
         if since is None:
-            task = asyncio.create_task(self._settle(), name="settle uncertain writes")
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
-            task.add_done_callback(self._watch)
+            self._spawn(self.health.persist(self.core.sessions.settle), "settle uncertain writes")
 
-    async def _settle(self) -> None:
-        await self.health.persist(self.core.sessions.settle)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        task.add_done_callback(self._watch)
 
     def _engine_up(self) -> None:
         if self._engine_down_since is not None:

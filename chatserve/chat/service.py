@@ -6,6 +6,7 @@ of the package alone: `turns` and `session_requests` do the work, `runtime` keep
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -19,24 +20,28 @@ from chatserve.chat.engine_link import EngineClient
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.requests import Requests
+from chatserve.chat.routing import Router
 from chatserve.chat.runtime import CLOSE_TIMEOUT_S, Runtime
 from chatserve.chat.session_requests import SessionRequests
 from chatserve.chat.store import SessionPage, SessionState, Store
 from chatserve.chat.turns import Turns
+from chatserve.chat.workers import BEAT_S, Owner, owner_name
 from chatserve.config import Limits
 from chatserve.errors import EngineUnavailableError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+    from chatserve.chat.live_session import Publish
     from chatserve.chat.requests import Answer
-    from chatserve.chat.sessions import Publish
 
 
 class ChatService:
-    """One a process. Every request that changes something takes `answer`, which is called with the acknowledgement's
-    fields before the events that it causes are published; a request that fails raises a `ChatError` instead.
+    """One a process; several may share a store.
+
+    Every request that changes something takes `answer`, which is called with the acknowledgement's fields before the
+    events that it causes are published; a request that fails raises a `ChatError` instead.
     """
 
     def __init__(
@@ -49,6 +54,11 @@ class ChatService:
         publish: Publish,
         publish_changed: PublishChanged,
         publish_health: Callable[[str, float | None], None],
+        publish_relayed: Publish | None = None,
+        break_off: Callable[[UserId, SessionId], None] = lambda _user, _session: None,
+        owner: Owner | None = None,
+        resumes: bool = True,
+        beat_s: float = BEAT_S,
         orphan_grace_s: float = 60.0,
         engine_patience_s: float = 300.0,
         engine_silence_s: float = 10.0,
@@ -57,18 +67,26 @@ class ChatService:
         monotonic: Callable[[], float] = time.monotonic,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
-        """`publish` gets the events of one session in the order of their numbers; `publish_health` a component and the
-        time since which it has been away, None when it is back. What waits for an engine longer than
-        `engine_patience_s` is interrupted; one that says nothing for `engine_silence_s` counts as away. `on_crash` is
-        called when one of the service's own tasks dies of a bug (None: the process is told to end). `clock` is in
-        seconds since the epoch.
+        """`publish` gets the events of one session in the order of their numbers, `publish_relayed` those that another
+        process wrote, some of them perhaps twice; `break_off` is called when they cannot be had any more, and whoever
+        follows must come back for a snapshot. `publish_health` gets a component and the time since which it has been
+        away, None when it is back. `owner` names this process among those that share the store. When one of them dies
+        the others go on with its unfinished answers, or, unless they are to `resume`, mark them as interrupted. What
+        waits for an engine longer than `engine_patience_s` is interrupted; one that says nothing for
+        `engine_silence_s` counts as away. `on_crash` is called when one of the service's own tasks dies of a bug (None:
+        the process is told to end). `clock` is in seconds since the epoch.
         """
         self._runtime = Runtime(
             store=store,
+            owner=owner or owner_name(uuid.uuid4().hex, uuid.uuid4().hex),
             engine=engine,
             encoder=encoder,
             limits=limits,
             publish=publish,
+            publish_relayed=publish_relayed or publish,
+            break_off=break_off,
+            resumes=resumes,
+            beat_s=beat_s,
             publish_changed=publish_changed,
             publish_health=publish_health,
             orphan_grace_s=orphan_grace_s,
@@ -81,19 +99,28 @@ class ChatService:
         )
         self._core = self._runtime.core
         self._requests = Requests(self._core.store)
-        self._session_requests = SessionRequests(self._core)
-        self._turns = Turns(self._core)
+        self._session_requests = sessions = SessionRequests(self._core)
+        self._turns = turns = Turns(self._core)
+        self._router = Router(self._requests, sessions, turns, self._runtime.forwarding, self._runtime.health)
 
     async def start(self) -> None:
-        """Mark what a dead process left unfinished as interrupted, then begin.
+        """Go on with what dead processes left unfinished, then begin.
 
         Raises:
             StoreUnavailableError: the store is away.
         """
         await self._runtime.start()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new turns from now on, and wait for those that are being answered to end."""
+        self._router.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._core.generations.all_ended()
+
     async def close(self) -> None:
-        """Interrupt what is being generated, store that, and stop."""
+        """Hand over what is being generated, or interrupt it, and stop."""
+        self._router.is_draining = True
         await self._requests.drain(CLOSE_TIMEOUT_S)
         await self._runtime.close()
 
@@ -115,7 +142,7 @@ class ChatService:
         params: object = None,
     ) -> None:
         fields = {"title": title, "system": system, "params": params}
-        await self._once("session.create", self._session_requests.create, user, request_id, answer, fields)
+        await self._router.once("session.create", user, request_id, answer, fields)
 
     async def update_session(
         self,
@@ -129,17 +156,17 @@ class ChatService:
         params: object = UNSET,
     ) -> None:
         fields = {"session": session, "title": title, "system": system, "params": params}
-        await self._once("session.update", self._session_requests.update, user, request_id, answer, fields)
+        await self._router.once("session.update", user, request_id, answer, fields)
 
     async def delete_session(self, user: UserId, request_id: str, *, answer: Answer, session: SessionId) -> None:
         fields = {"session": session}
-        await self._once("session.delete", self._session_requests.delete, user, request_id, answer, fields)
+        await self._router.once("session.delete", user, request_id, answer, fields)
 
     async def fork_session(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
         fields = {"session": session, "message": message}
-        await self._once("session.fork", self._session_requests.fork, user, request_id, answer, fields)
+        await self._router.once("session.fork", user, request_id, answer, fields)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +182,7 @@ class ChatService:
         params: object = None,
     ) -> None:
         fields = {"session": session, "parent": parent, "text": text, "params": params}
-        await self._once("message.send", self._turns.send, user, request_id, answer, fields)
+        await self._router.once("message.send", user, request_id, answer, fields)
 
     async def edit_message(
         self,
@@ -169,7 +196,7 @@ class ChatService:
         params: object = None,
     ) -> None:
         fields = {"session": session, "message": message, "text": text, "params": params}
-        await self._once("message.edit", self._turns.edit, user, request_id, answer, fields)
+        await self._router.once("message.edit", user, request_id, answer, fields)
 
     async def regenerate_message(
         self,
@@ -182,7 +209,7 @@ class ChatService:
         params: object = None,
     ) -> None:
         fields = {"session": session, "message": message, "params": params}
-        await self._once("message.regenerate", self._turns.regenerate, user, request_id, answer, fields)
+        await self._router.once("message.regenerate", user, request_id, answer, fields)
 
     async def continue_message(
         self,
@@ -195,26 +222,26 @@ class ChatService:
         params: object = None,
     ) -> None:
         fields = {"session": session, "message": message, "params": params}
-        await self._once("message.continue", self._turns.continue_, user, request_id, answer, fields)
+        await self._router.once("message.continue", user, request_id, answer, fields)
 
     async def delete_message(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
         fields = {"session": session, "message": message}
-        await self._once("message.delete", self._turns.delete, user, request_id, answer, fields)
+        await self._router.once("message.delete", user, request_id, answer, fields)
 
     async def select_branch(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
         fields = {"session": session, "message": message}
-        await self._once("branch.select", self._turns.select, user, request_id, answer, fields)
+        await self._router.once("branch.select", user, request_id, answer, fields)
 
     async def stop_generation(
         self, user: UserId, request_id: str, *, answer: Answer, session: SessionId, message: MessageId
     ) -> None:
         fields = {"session": session, "message": message}
         try:
-            await self._once("generation.stop", self._turns.stop, user, request_id, answer, fields)
+            await self._router.once("generation.stop", user, request_id, answer, fields)
         except StoreUnavailableError:
             # Its end cannot be stored now, but nobody wants the text either.
             self._turns.stop_unheard(user, session, message)
@@ -229,27 +256,36 @@ class ChatService:
         Raises:
             NotFoundError: there is no such session for this user.
         """
-        return (await self._core.sessions.get(user, session)).state()
+        return await self._core.state(user, session)
 
     async def replay(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
-        """Every event later than `after` that has been published; None where a snapshot must be sent instead.
+        """Every event later than `after` that has been published; None where a snapshot must be asked for instead."""
+        return await self._core.replay(user, session, after)
+
+    async def follow(self, user: UserId, session: SessionId) -> None:
+        """From now on all events of a session are published here, whichever process writes them, until `unfollow`.
+        To be called before the session is read.
 
         Raises:
-            NotFoundError: there is no such session for this user.
+            StoreUnavailableError: that cannot be promised now.
         """
-        live = await self._core.sessions.get(user, session)
-        if after == live.seq:
-            return []
-        events = await self._core.store.events(user, session, after)
-        if events is None or live.seq < after:
-            return None
-        return [event for event in events if event.seq <= live.seq]
+        await self._core.following.follow(user, session)
+
+    def unfollow(self, user: UserId, session: SessionId) -> None:
+        self._core.following.unfollow(user, session)
+
+    def user_came(self, user: UserId) -> None:
+        """Somebody here wants to know of changes of a user's list of sessions, until `user_left`."""
+        self._runtime.follow_user(user)
+
+    def user_left(self, user: UserId) -> None:
+        self._runtime.unfollow_user(user)
 
     def set_subscribers(self, session: SessionId, count: int) -> None:
         """How many sockets follow a session now."""
         live = self._core.sessions.set_subscribers(session, count)
         if live is not None:
-            self._core.generations.subscribers_changed(live)
+            self._runtime.orphans.subscribers_changed(live)
 
     def typing(self, user: UserId, session: SessionId, parent: MessageId | None, text: str | None = None) -> None:
         """A hint that a turn after `parent` may come."""
@@ -272,6 +308,7 @@ class ChatService:
         self, user: UserId, messages: Sequence[Mapping[str, str]], params: object = None
     ) -> AsyncIterator[Chunk]:
         """One answer that is not stored; close the iterator to stop it."""
+        self._router.refuse_turns()
         return complete(self._core, user, messages, params)
 
     @property
@@ -288,19 +325,3 @@ class ChatService:
         """Assert the invariants of every session in memory."""
         for live in self._core.sessions:
             live.check()
-
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    async def _once(
-        self,
-        kind: str,
-        do: Callable[..., Awaitable[None]],
-        user: UserId,
-        request_id: str,
-        answer: Answer,
-        fields: dict[str, Any],
-    ) -> None:
-        """Do a request with these fields, unless it was done."""
-        self._runtime.health.require()
-        given = {name: value for name, value in fields.items() if value is not UNSET}
-        await self._requests.once(user, request_id, (kind, given), answer, lambda request: do(request, user, **fields))

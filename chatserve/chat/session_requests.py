@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from chatserve.chat import transfer
 from chatserve.chat.events import SessionDeleted, SessionUpdated
-from chatserve.chat.sessions import LiveSession
+from chatserve.chat.live_session import LiveSession
 from chatserve.chat.store import MessageRecord, SessionPage, SessionRecord, SessionState, Transaction
 from chatserve.errors import BadParamsError, BusyError, ChatError
 from chatserve.types import MessageId, SessionId, UserId, validate_params
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from chatserve.chat.core import Core
     from chatserve.chat.requests import Request
+
+_FIRST_FENCE = 1
+"""Of the lease that whoever creates a session has with it."""
 
 
 class SessionRequests:
@@ -65,7 +68,12 @@ class SessionRequests:
                 request.answer(fields)
 
             change = Transaction(
-                user=user, session=session, record=record, events=events, idempotency=request.idempotency(fields)
+                user=user,
+                session=session,
+                record=record,
+                events=events,
+                idempotency=request.idempotency(fields),
+                announcement=core.announce(session, record.title) if "title" in changes else b"",
             )
             earlier = await core.sessions.commit(live, change, apply)
             if earlier is not None:
@@ -103,7 +111,7 @@ class SessionRequests:
                 forked.paths.update(paths)
 
     async def export(self, user: UserId, session: SessionId) -> dict[str, Any]:
-        return transfer.export((await self._core.sessions.get(user, session)).state())
+        return transfer.export(await self._core.state(user, session))
 
     async def import_(self, user: UserId, data: bytes) -> list[SessionId]:
         """Create the sessions of an export; all of them or, if anything is wrong with it, none.
@@ -132,7 +140,9 @@ class SessionRequests:
                 if (live := core.sessions.peek(user, session)) is not None:
                     core.sessions.remove(live)
                 with contextlib.suppress(ChatError):
-                    await core.store.commit(Transaction(user=user, session=session, delete=True))
+                    undo = core.announce(session, None, deleted=True)
+                    gone = Transaction(user=user, session=session, delete=True, fence=_FIRST_FENCE, announcement=undo)
+                    await core.store.commit(gone)
                     core.publish_changed(user, session, None, deleted=True)
             raise
         return created
@@ -179,13 +189,18 @@ class SessionRequests:
             record=record,
             puts=tuple(messages),
             idempotency=None if request is None else request.idempotency(fields),
+            owner=core.leases.owner,
+            fence=_FIRST_FENCE,
+            announcement=core.announce(record.session, record.title),
         )
+        await core.leases.note(record.user, record.session)
         committed = await core.store.commit(change)
         if committed.answer is not None:
             assert request is not None
             request.answer(msgspec.json.decode(committed.answer))
             return None
-        live = core.sessions.add(SessionState(record=record, seq=0, messages=tuple(messages)))
+        state = SessionState(record=record, seq=0, messages=tuple(messages), fence=_FIRST_FENCE)
+        live = core.sessions.add(state)
         if request is not None:
             request.answer(fields)
         core.publish_changed(record.user, record.session, record.title, deleted=False)
@@ -200,6 +215,7 @@ class SessionRequests:
             delete=True,
             events=(SessionDeleted(session=session),),
             idempotency=request.idempotency({}),
+            announcement=core.announce(session, None, deleted=True),
         )
 
         def apply() -> None:

@@ -1,160 +1,68 @@
-"""Sessions in memory: the tree, the number of the last event, and what is being generated.
+"""The sessions that this process holds the lease of, and the ways in which it comes to hold one and ceases to.
 
-A `LiveSession` is what this process knows of a session as of the last event it delivered. All changes go through the
-store first; `deliver` then applies and publishes them in the order of their numbers, whichever write returned first. So
-memory, snapshots and subscribers agree at every moment. Knows no prompts, and of the engine only the paths that it
-holds.
+Owns leases in the sense that a session is in memory (`LiveSession`) as long as its lease is ours, and what is in memory
+is then the truth. Where another process writes a session that somebody here follows, `Following` tells of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
+import logging
 from collections import OrderedDict
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from chatserve.chat.events import AnyEvent, GenerationDelta, GenerationEnd, GenerationQueued, GenerationStarted
+from chatserve.chat.events import AnyEvent
+from chatserve.chat.following import Following
 from chatserve.chat.health import StoreHealth
-from chatserve.chat.store import SessionRecord, SessionState, Store, Transaction
-from chatserve.chat.tree import Tree
-from chatserve.engine.messages import PathRef
+from chatserve.chat.leases import Leases
+from chatserve.chat.live_session import LiveSession, Publish
+from chatserve.chat.store import (
+    LeaseLostError,
+    OwnedElsewhereError,
+    SessionRecord,
+    SessionState,
+    Store,
+    Transaction,
+)
 from chatserve.errors import NotFoundError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from chatserve.chat.generation import Generation
-
-    Publish = Callable[[UserId, SessionId, Sequence[AnyEvent]], None]
+log = logging.getLogger(__name__)
 
 MAX_IDLE_SESSIONS: Final = 512
-HINT_EVERY_S: Final = 0.5
-_TOLD_BY_WRITER: Final = (GenerationQueued, GenerationStarted, GenerationDelta)
-"""Events that are written without a session's lock, again and again until their number is known."""
-
-
-class LiveSession:
-    """One session. Whoever plans a change of the tree holds `lock` until it is applied."""
-
-    def __init__(self, state: SessionState, publish: Publish) -> None:
-        self.record = state.record
-        self.tree = _tree(state)
-        self.seq = state.seq
-        """Of the last event that was applied and published."""
-        self.lock = asyncio.Lock()
-        self.generations: dict[MessageId, Generation] = {}
-        self.paths: dict[MessageId, PathRef] = {}
-        """What the engine holds of the prompt up to and with a message, or of its beginning."""
-        self.is_uncertain = False
-        """A write failed in a way that leaves open whether it was done."""
-        self.is_deleted = False
-        self.num_subscribers = 0
-        self._hinted_at = -math.inf
-        self._publish = publish
-        self._early: dict[int, tuple[list[AnyEvent], Callable[[], None]]] = {}
-
-    @property
-    def session(self) -> SessionId:
-        return self.record.session
-
-    @property
-    def user(self) -> UserId:
-        return self.record.user
-
-    def may_hint(self, now: float) -> bool:
-        """Whether the engine may be told that somebody types: each telling makes it look through the whole path, so a
-        client that sends one a key, or a thousand a second, is heard every `HINT_EVERY_S` only."""
-        due = abs(now - self._hinted_at) >= HINT_EVERY_S
-        if due:
-            self._hinted_at = now
-        return due
-
-    @property
-    def is_idle(self) -> bool:
-        in_use = self.generations or self.num_subscribers or self.lock.locked()
-        return not (in_use or self._early or self.is_uncertain)
-
-    def state(self) -> SessionState:
-        """The session as of `seq`, with the text generated so far."""
-        messages = tuple(
-            generation.as_stored(record)
-            if (generation := self.generations.get(record.message)) and not generation.is_told
-            else record
-            for record in self.tree
-        )
-        return SessionState(record=self.record, seq=self.seq, messages=messages)
-
-    def deliver(self, first_seq: int, events: Sequence[AnyEvent], apply: Callable[[], None]) -> None:
-        """Apply and publish a stored change, as soon as every one before it has been."""
-        if not events:
-            apply()
-            return
-        numbered = [msgspec.structs.replace(event, seq=first_seq + i) for i, event in enumerate(events)]
-        self._early[first_seq] = numbered, apply
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        while self._early and (first := min(self._early)) <= self.seq + 1:
-            events, apply = self._early.pop(first)
-            new = [event for event in events if event.seq > self.seq]
-            self.seq = max(self.seq, events[-1].seq)
-            apply()
-            if new:
-                self._publish(self.user, self.session, new)
-
-    def reload(self, state: SessionState, missed: Sequence[AnyEvent] | None) -> None:
-        """Take over the store's view after an uncertain write, and publish the events it turns out to have made.
-
-        Text is left to its writer, who tries until it knows; what comes after it waits for it. The end of a generation
-        is not: its writer needs the lock, which whoever waits for a later event would hold. `missed` is None where the
-        store has trimmed them: whoever missed them gets a snapshot when it reconnects.
-        """
-        if missed is None:
-            self.seq = max(self.seq, state.seq)
-        for event in missed or ():
-            if event.seq > self.seq and not isinstance(event, _TOLD_BY_WRITER):
-                self._early.setdefault(event.seq, ([event], partial(self._note_told, event)))
-        self.record = state.record
-        self.tree = _tree(state)
-        self._catch_up()
-        self.is_uncertain = False
-
-    def _note_told(self, event: AnyEvent) -> None:
-        if isinstance(event, GenerationEnd) and (generation := self.generations.get(event.message)) is not None:
-            generation.is_told = True
-
-    def forget_paths(self, messages: Iterable[MessageId]) -> tuple[PathRef, ...]:
-        """Take out what the engine holds of messages that are gone, and whatever else has the same handle."""
-        gone = tuple(self.paths[message] for message in messages if message in self.paths)
-        handles = {(path.epoch, path.handle) for path in gone}
-        self.paths = {m: path for m, path in self.paths.items() if (path.epoch, path.handle) not in handles}
-        return gone
-
-    def check(self) -> None:
-        self.tree.check()
-        for message, generation in self.generations.items():
-            assert message in self.tree
-            assert generation.message == message
-        assert all(seq > self.seq for seq in self._early)
 
 
 class Sessions:
     """The sessions that this process holds, the least recently used idle ones dropped."""
 
-    def __init__(self, store: Store, health: StoreHealth, publish: Publish) -> None:
+    def __init__(
+        self, store: Store, health: StoreHealth, leases: Leases, following: Following, publish: Publish
+    ) -> None:
         self._store = store
         self._health = health
+        self._leases = leases
+        self._following = following
         self._publish = publish
         self._live: OrderedDict[SessionId, LiveSession] = OrderedDict()
         self._loading: dict[SessionId, asyncio.Lock] = {}
         self._subscribers: dict[SessionId, int] = {}
+        self._dropping: set[asyncio.Task[None]] = set()
         self.on_reloaded: Callable[[LiveSession], None] = lambda _: None
         """Called when an uncertain write turned out one way or the other."""
+        self.on_loaded: Callable[[LiveSession], None] = lambda _: None
+        """Called when a lease was taken: what the session has of unfinished answers is ours to go on with."""
+        self.on_lost: Callable[[LiveSession], None] = lambda _: None
+        """Called when a lease is another's."""
+        following.is_held = lambda user, session: self.peek(user, session) is not None
+        leases.take_over = self.take_over
+        leases.on_expelled = self.lose_all
 
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._live.values()))
@@ -165,10 +73,11 @@ class Sessions:
         return live if live is not None and live.user == user and not live.is_deleted else None
 
     async def get(self, user: UserId, session: SessionId) -> LiveSession:
-        """The session, loaded if need be.
+        """The session, its lease taken and itself loaded if need be.
 
         Raises:
             NotFoundError: it does not exist for this user.
+            OwnedElsewhereError: another process has its lease.
             StoreUnavailableError: that cannot be known now.
         """
         live = self._live.get(session)
@@ -191,6 +100,52 @@ class Sessions:
         """Forget a deleted session."""
         live.is_deleted = True
         self._live.pop(live.session, None)
+        self._drop([live])
+
+    def lose(self, user: UserId, session: SessionId) -> None:
+        """The lease is another's, if it was ours."""
+        if (live := self.peek(user, session)) is not None:
+            del self._live[session]
+            live.lose()
+            log.warning("session %s was taken over by another server", session)
+            self.on_lost(live)
+            self._following.step_in(user, session, live.seq)
+            self._drop([live])
+
+    def lose_all(self) -> None:
+        for live in self:
+            self.lose(live.user, live.session)
+
+    async def take_over(self, user: UserId, session: SessionId) -> None:
+        """Go on with what a dead process had of a session; raises as `get` does."""
+        await self.get(user, session)
+
+    async def give_up(self, user: UserId, session: SessionId) -> bool:
+        """Let another process have a session, unless something is going on in it or somebody here follows it.
+
+        Raises:
+            StoreUnavailableError: that cannot be done now.
+        """
+        live = self.peek(user, session)
+        if live is not None and not live.is_idle:
+            return False
+        fence = live.fence if live is not None else await self._leases.acquire(user, session)
+        if live is not None:
+            del self._live[session]
+            live.lose()  # whoever comes to hold its lock finds it gone
+            self._following.step_in(user, session, live.seq)
+        await self._store.release(user, session, fence)
+        await self._leases.drop([(user, session)])
+        return True
+
+    async def check_lease(self, live: LiveSession) -> None:
+        """After the store refused a write: find out whether the lease is still ours."""
+        try:
+            fence = await self._store.acquire(live.user, live.session, self._leases.owner)
+        except (OwnedElsewhereError, NotFoundError):
+            fence = -1
+        if fence != live.fence:
+            self.lose(live.user, live.session)
 
     def set_subscribers(self, session: SessionId, count: int) -> LiveSession | None:
         if count:
@@ -208,13 +163,14 @@ class Sessions:
 
         Raises:
             NotFoundError: the session does not exist for this user, or was deleted meanwhile.
+            OwnedElsewhereError, LeaseLostError: another process has it.
             StoreUnavailableError: the store is away.
         """
         while True:
             self._health.require()
             live = await self.get(user, session)
             async with live.lock:
-                if live.is_uncertain:
+                if live.is_uncertain and not live.is_lost:
                     await self._reload(live)
                 if live.is_deleted:
                     raise _not_found()
@@ -227,31 +183,37 @@ class Sessions:
         """Store a change of a session whose lock is held, and wait until it is applied and published.
 
         Returns an earlier answer if the request had been done before; then nothing was changed.
+
+        Raises:
+            LeaseLostError: another process has the session; nothing was changed, unless it had been before.
         """
         try:
-            committed = await self._store.commit(change)
+            committed = await self._store.commit(msgspec.structs.replace(change, fence=live.fence))
         except StoreUnavailableError:
             live.is_uncertain = True
             raise
+        except LeaseLostError:
+            self.lose(live.user, live.session)
+            raise
         if committed.answer is not None:
             return committed.answer
-        done = asyncio.Event()
-
-        def apply_and_note() -> None:
-            apply()
-            done.set()
-
-        live.deliver(committed.first_seq, change.events, apply_and_note)
-        await done.wait()
+        await live.delivered(committed.first_seq, change.events, apply)
         return None
+
+    async def check_leases(self) -> None:
+        """After the feed was interrupted: whoever follows a session here must know whether it is still ours."""
+        for live in self:
+            if live.num_subscribers and not live.is_lost:
+                await self.check_lease(live)
 
     async def settle(self) -> None:
         """After the store came back: find out what became of uncertain writes."""
         for live in self:
             if live.is_uncertain:
                 async with live.lock:
-                    if live.is_uncertain:
-                        await self._reload(live)
+                    if live.is_uncertain and not live.is_lost:
+                        with contextlib.suppress(LeaseLostError):
+                            await self._reload(live)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -261,15 +223,29 @@ class Sessions:
             async with lock:
                 if (live := self._live.get(session)) is not None:
                     return live
+                fence = await self._leases.acquire(user, session)
                 state = await self._store.load(user, session)
-                if (live := self._live.get(session)) is not None:
-                    return live  # after a load that failed there may be two at once, and one session has one lock
                 if state is None:
                     raise _not_found()
-                return self.add(state)
+                if state.fence != fence:
+                    raise LeaseLostError
+                missed = await self._missed(user, session)
+                if (live := self._live.get(session)) is not None:
+                    return live  # after a load that failed there may be two at once, and one session has one lock
+                live = self.add(state)
+                self._following.give_way(user, session)
+                if missed:
+                    self._publish(user, session, missed)
+                self.on_loaded(live)
+                return live
         finally:
             if not lock.locked():
                 self._loading.pop(session, None)
+
+    async def _missed(self, user: UserId, session: SessionId) -> list[AnyEvent] | None:
+        """What was written before the lease was ours, and those who follow here have not been told."""
+        published = self._following.published(user, session)
+        return None if published is None else await self._store.events(user, session, published)
 
     async def _reload(self, live: LiveSession) -> None:
         missed = await self._store.events(live.user, live.session, live.seq)
@@ -277,6 +253,9 @@ class Sessions:
         if state is None:
             self.remove(live)
             return
+        if state.fence != live.fence:
+            self.lose(live.user, live.session)
+            raise LeaseLostError
         live.reload(state, missed)
         self.on_reloaded(live)
 
@@ -284,16 +263,20 @@ class Sessions:
         excess = len(self._live) - MAX_IDLE_SESSIONS
         if excess <= 0:
             return
+        dropped: list[LiveSession] = []
         for session, live in list(self._live.items())[:-1]:
-            if excess <= 0:
-                return
+            if len(dropped) == excess:
+                break
             if live.is_idle:
                 del self._live[session]
-                excess -= 1
+                dropped.append(live)
+        self._drop(dropped)
 
-
-def _tree(state: SessionState) -> Tree:
-    return Tree(state.messages, leaf=state.record.leaf, root_child=state.record.root_child)
+    def _drop(self, dropped: Sequence[LiveSession]) -> None:
+        """They are no longer held here. A lease that nobody asks for stays noted as ours and costs nothing."""
+        task = asyncio.create_task(self._leases.drop([(live.user, live.session) for live in dropped]))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
 
 
 def _not_found() -> NotFoundError:

@@ -3,6 +3,9 @@
 The truth of a session is a tree of messages with parent pointers. All changes go through `Store.commit` (one atomic
 script: preconditions, writes, event numbers, idempotency) or `Store.append` (one pipelined write for all the text that
 a step produced). A read that fails raises `StoreUnavailableError`; it is never answered as "empty".
+
+Who changes a session holds its lease: an owner (a web worker's process) and a fence, a number that rises with each new
+owner. Every write names the fence that its writer was given, and one that is no longer the session's is refused.
 """
 
 from __future__ import annotations
@@ -12,10 +15,36 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from chatserve.chat.events import AnyEvent, Usage
+from chatserve.chat.feed import Feed
+from chatserve.chat.workers import Owner, WorkerRegistry
+from chatserve.errors import ChatError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+class OwnedElsewhereError(ChatError):
+    """Another process holds the session's lease: what is asked of the session is to be asked there."""
+
+    code = "store_unavailable"
+    retryable = True
+    http_status = 503
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__("another server has this conversation just now; try again in a moment")
+        self.owner = owner
+
+
+class LeaseLostError(ChatError):
+    """The writer's lease was taken over: what it knows of the session is out of date, and nothing was written."""
+
+    code = "store_unavailable"
+    retryable = True
+    http_status = 503
+
+    def __init__(self) -> None:
+        super().__init__("another server took this conversation over; try again in a moment")
 
 
 class MessageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,6 +71,8 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     params: dict[str, Any] = {}
     attempt: int = 0
     """Counts the generations of this message (continue raises it)."""
+    num_kept_tokens: int = 0
+    """How many of its token ids were there before the present attempt."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,6 +95,8 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     record: SessionRecord
     seq: int
     messages: tuple[MessageRecord, ...]
+    fence: int = 0
+    """Of the last lease; 0: nobody ever held one."""
 
 
 class SessionSummary(msgspec.Struct, frozen=True):
@@ -93,7 +126,7 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
     `create` demands a `record` and that the session does not exist (else `ConflictError`); its absence, that it does
     and is not deleted (else `NotFoundError`: a late write never brings a deleted session back). `deletes` remove
     messages, then `puts` insert or replace whole ones. Events are numbered in order and appended to the session's
-    stream; those of a deletion are numbered only.
+    stream; those of a deletion are numbered only. Whoever follows the session (`Feed`) is told all of them.
 
     While a message has the status `generating`, its text and token ids grow by `append` alone: a put that leaves it
     generating under the same attempt changes its other fields and keeps what was appended. A put with any other status
@@ -111,6 +144,12 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
     idempotency: Idempotency | None = None
     write_id: str = ""
     """A retry with the same id (of this session's last writes) returns the first result and changes nothing."""
+    fence: int = 0
+    """Of the writer's lease; that of a new session, where it creates one."""
+    owner: Owner = Owner("")
+    """Who gets the lease of a session that it creates."""
+    announcement: bytes = b""
+    """What those who follow the user's list of sessions are told."""
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -137,10 +176,32 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     first_token: int
     token_ids: tuple[int, ...]
     text: str
+    fence: int = 0
 
 
 class Store(Protocol):
     """Raises `StoreUnavailableError` from every method when the store does not answer in time."""
+
+    @property
+    def workers(self) -> WorkerRegistry: ...
+
+    def open_feed(self, owner: Owner) -> Feed:
+        """A new way to hear what others write, for one process."""
+        ...
+
+    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+        """Take a session's lease where it is free, is ours already, or is that of `instead_of`, whom the caller knows
+        to be dead; the fence to write with. Whoever held it before can write no more, and is told so.
+
+        Raises:
+            NotFoundError: the session does not exist, or was deleted.
+            OwnedElsewhereError: somebody else has it.
+        """
+        ...
+
+    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
+        """Give a lease back, so that anyone may take it. Does nothing where it is another's by now."""
+        ...
 
     async def commit(self, change: Transaction) -> Committed:
         """Apply one change.
@@ -148,12 +209,13 @@ class Store(Protocol):
         Raises:
             NotFoundError: the session does not exist, or was deleted.
             ConflictError: the idempotency key was used with another body, or the session to create exists.
+            LeaseLostError: the fence is not that of the session's lease.
         """
         ...
 
     async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
-        """One pipelined write; each delta's event number, or None where its session or message is gone, or is no longer
-        generating under that attempt.
+        """One pipelined write; each delta's event number, or None where its session or message is gone, is no longer
+        generating under that attempt, or its lease is another's.
         """
         ...
 
@@ -179,8 +241,8 @@ class Store(Protocol):
         """
         ...
 
-    async def unfinished(self) -> list[tuple[UserId, SessionId]]:
-        """Sessions with a message that was being generated when its server died."""
+    async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:
+        """Those of the sessions that have a message which is being generated, or was when its server died."""
         ...
 
     async def ping(self) -> None:

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from chatserve.chat.events import AnyEvent, BranchSelected, MessageAdded, MessageDeleted, MessageUpdated, SessionUpdated
+from chatserve.chat.events import (
+    AnyEvent,
+    BranchSelected,
+    MessageAdded,
+    MessageDeleted,
+    MessageUpdated,
+    SessionUpdated,
+    Usage,
+)
 from chatserve.chat.generation import GENERATING
-from chatserve.chat.sessions import LiveSession, with_tree
+from chatserve.chat.live_session import LiveSession
+from chatserve.chat.sessions import with_tree
 from chatserve.chat.store import MessageRecord, Transaction
 from chatserve.chat.tree import ASSISTANT, USER, TreeChange
 from chatserve.errors import (
@@ -91,8 +100,14 @@ class Turns:
             self._check_room(live, 0)
             encoded = await self._encode_path(live, live.tree.path(message))
             fields = self._reply_fields(live, given)
+            old = encoded.get(message, record)
             again = msgspec.structs.replace(
-                encoded.get(message, record), status=GENERATING, attempt=record.attempt + 1, **fields
+                old,
+                status=GENERATING,
+                attempt=old.attempt + 1,
+                num_kept_tokens=len(old.token_ids),
+                usage=Usage(),
+                **fields,
             )
             encoded.pop(message, None)
             select = live.tree.select(message)
@@ -256,6 +271,7 @@ class Turns:
             deletes=change.deletes,
             events=tuple(events),
             idempotency=request.idempotency(fields),
+            announcement=b"" if start is None else core.announce(live.session, title or None),
         )
         earlier = await core.sessions.commit(live, transaction, apply)
         if earlier is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from chatserve.chat.events import AnyEvent
+from chatserve.chat.feed import Feed
 from chatserve.chat.store import Committed, Delta, SessionPage, SessionState, Store, Transaction
+from chatserve.chat.workers import Owner, WorkerRegistry
 from chatserve.errors import StoreUnavailableError
 from chatserve.types import SessionId, UserId
 
@@ -21,6 +23,19 @@ class WatchedStore:
     def __init__(self, store: Store, on_unavailable: Callable[[StoreUnavailableError], None]) -> None:
         self._store = store
         self._on_unavailable = on_unavailable
+
+    @property
+    def workers(self) -> WorkerRegistry:
+        return self._store.workers
+
+    def open_feed(self, owner: Owner) -> Feed:
+        return self._store.open_feed(owner)
+
+    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+        return await self._watch(self._store.acquire(user, session, owner, instead_of=instead_of))
+
+    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
+        await self._watch(self._store.release(user, session, fence))
 
     async def commit(self, change: Transaction) -> Committed:
         return await self._watch(self._store.commit(change))
@@ -40,8 +55,8 @@ class WatchedStore:
     async def list_sessions(self, user: UserId, limit: int, cursor: str | None, query: str | None) -> SessionPage:
         return await self._watch(self._store.list_sessions(user, limit, cursor, query))
 
-    async def unfinished(self) -> list[tuple[UserId, SessionId]]:
-        return await self._watch(self._store.unfinished())
+    async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:
+        return await self._watch(self._store.unfinished(sessions))
 
     async def ping(self) -> None:
         await self._watch(self._store.ping())

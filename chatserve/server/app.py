@@ -7,6 +7,7 @@ the engine client, the service and the hub; they are opened in that order and cl
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -24,6 +25,7 @@ from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.redis_store import open_store
 from chatserve.chat.service import ChatService
 from chatserve.chat.store import Store
+from chatserve.chat.workers import Owner, owner_name
 from chatserve.config import ServeSettings, WebSettings
 from chatserve.engine.client import EngineClient
 from chatserve.errors import EngineUnavailableError, InternalError, StartupError
@@ -107,12 +109,18 @@ async def _open_context(settings: WebSettings) -> AsyncIterator[Context]:
         # The model may load for minutes; until then everything but an answer is to be had.
         with contextlib.suppress(EngineUnavailableError):
             await engine.connect(ENGINE_CONNECT_TIMEOUT_S)
-        yield await stack.enter_async_context(running(serve, authenticator, store, engine, encoder))
+        owner = owner_name(settings.place or uuid.uuid4().hex, uuid.uuid4().hex)
+        yield await stack.enter_async_context(running(serve, authenticator, store, engine, encoder, owner))
 
 
 @contextlib.asynccontextmanager
 async def running(
-    serve: ServeSettings, authenticator: Authenticator, store: Store, engine: EngineClient, encoder: PromptEncoder
+    serve: ServeSettings,
+    authenticator: Authenticator,
+    store: Store,
+    engine: EngineClient,
+    encoder: PromptEncoder,
+    owner: Owner | None = None,
 ) -> AsyncIterator[Context]:
     """The hub and the service on top of an open store and engine, started and, at the end, closed."""
     hub = Hub()
@@ -128,12 +136,18 @@ async def running(
         encoder=encoder,
         limits=serve.limits,
         publish=publish,
+        publish_relayed=hub.publish,
         publish_changed=hub.publish_changed,
         publish_health=hub.publish_health,
+        break_off=hub.break_off,
+        owner=owner,
+        resumes=serve.on_restart == "resume",
         orphan_grace_s=serve.orphan_grace_s,
         engine_silence_s=serve.engine_silence_s,
     )
     hub.on_subscribers = service.set_subscribers
+    hub.on_unfollowed = service.unfollow
+    hub.on_user_came, hub.on_user_left = service.user_came, service.user_left
     context = Context(serve, authenticator, hub, metrics, store, engine, service)
     await service.start()
     try:

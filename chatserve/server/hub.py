@@ -31,7 +31,11 @@ MAX_SEQ = 2**53
 
 
 class SessionReader(Protocol):
-    """Both raise `NotFoundError` for what does not exist or belongs to another user."""
+    """`snapshot` and `replay` raise `NotFoundError` for what does not exist or belongs to another user."""
+
+    async def follow(self, user: UserId, session: SessionId) -> None:
+        """From now on every event of the session is published to the hub."""
+        ...
 
     async def snapshot(self, user: UserId, session: SessionId) -> SessionState: ...
 
@@ -70,6 +74,10 @@ class Hub:
     def __init__(self, on_subscribers: Callable[[SessionId, int], None] = lambda _session, _count: None) -> None:
         self.on_subscribers = on_subscribers
         """Told how many subscribers a session has here, whenever that changes."""
+        self.on_unfollowed: Callable[[UserId, SessionId], None] = lambda _user, _session: None
+        """Told when nobody here follows a session any more, or wants to."""
+        self.on_user_came: Callable[[UserId], None] = lambda _user: None
+        self.on_user_left: Callable[[UserId], None] = lambda _user: None
         self._sockets: dict[UserId, set[Socket]] = {}
         self._topics: dict[tuple[UserId, SessionId], dict[Subscription, None]] = {}
         self._counts: dict[SessionId, int] = {}
@@ -79,7 +87,10 @@ class Hub:
 
     def attach(self, user: UserId, outbox: Outbox) -> Socket:
         socket = Socket(user, outbox)
-        self._sockets.setdefault(user, set()).add(socket)
+        if user not in self._sockets:
+            self._sockets[user] = set()
+            self.on_user_came(user)
+        self._sockets[user].add(socket)
         return socket
 
     def detach(self, socket: Socket) -> None:
@@ -89,6 +100,7 @@ class Hub:
         sockets.discard(socket)
         if not sockets:
             del self._sockets[socket.user]
+            self.on_user_left(socket.user)
 
     def count_sockets(self, user: UserId) -> int:
         return len(self._sockets.get(user, ()))
@@ -162,6 +174,7 @@ class Hub:
         user, session = subscription.socket.user, subscription.session
         if not subscription.cancelled:
             self._topics.setdefault((user, session), {})[subscription] = None
+            await reader.follow(user, session)
         events = None
         if after is not None and after < MAX_SEQ:
             events = await reader.replay(user, session, after)
@@ -207,6 +220,7 @@ class Hub:
         followers.pop(subscription, None)
         if not followers:
             del self._topics[topic]
+            self.on_unfollowed(*topic)
 
     def _count(self, session: SessionId, change: int) -> None:
         count = self._counts.get(session, 0) + change
@@ -230,6 +244,11 @@ class Hub:
                     self._deliver(subscription, event, frame)
                 elif not subscription.cancelled:
                     self._hold(subscription, event, frame)
+
+    def break_off(self, user: UserId, session: SessionId) -> None:
+        """What a session's followers are owed cannot be had: they come back and resume, with a snapshot."""
+        for subscription in list(self._topics.get((user, session), ())):
+            subscription.socket.outbox.end()
 
     def publish_changed(self, user: UserId, session: SessionId, title: str | None, *, deleted: bool) -> None:
         sockets = self._sockets.get(user)

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from chatserve.config import WebSettings, decode_settings
 from chatserve.errors import StartupError
 from chatserve.server.app import build_app
+from chatserve.server.context import Context
 from chatserve.server.http_transport import PatientHttpTransport
 from chatserve.server.sockets import ChatSocketTransport
 
@@ -78,12 +79,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(app: Starlette, listener: socket.socket, max_frame_bytes: int, stop: asyncio.Event) -> None:
-    """Run the application's lifespan, and in it a server until `stop` is set.
+    """Run the application's lifespan, and in it a server until `stop` is set and what it was answering has ended.
 
     Raises:
         StartupError: whatever the lifespan cannot open.
     """
     async with app.router.lifespan_context(app) as state:
+        context: Context | None = (state or {}).get("context")
 
         async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
             scope["state"] = dict(state or {})
@@ -99,6 +101,8 @@ async def serve(app: Starlette, listener: socket.socket, max_frame_bytes: int, s
 
         async def end() -> None:
             await stop.wait()
+            if context is not None:
+                await context.service.drain(context.settings.drain_s)
             server.should_exit = True
 
         ender = asyncio.create_task(end(), name="end of the server")
@@ -114,7 +118,8 @@ async def _main(settings: WebSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     _watch_parent(loop, stop)
     app = build_app(settings)
-    with bind(settings.serve.host, settings.serve.port) as listener:
+    fd = settings.listen_fd
+    with bind(settings.serve.host, settings.serve.port) if fd is None else socket.socket(fileno=fd) as listener:
         await serve(app, listener, settings.serve.limits.max_frame_bytes, stop)
 
 

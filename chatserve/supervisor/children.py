@@ -42,8 +42,11 @@ class Child:
         self._process = process
 
     @classmethod
-    async def spawn(cls, name: str, command: Sequence[str]) -> Child:
-        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, process_group=0)
+    async def spawn(cls, name: str, command: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
+        """Start it; of our open files it gets `pass_fds` alone."""
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=subprocess.PIPE, process_group=0, pass_fds=tuple(pass_fds)
+        )
         return cls(name, process)
 
     @property

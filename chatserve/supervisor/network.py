@@ -1,6 +1,6 @@
 """The address that the server listens on: whether it may, whether it can, and whether the page behind it is ready.
 
-Holds the address until a web worker takes it. Knows nothing of what is served.
+Knows nothing of what is served.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def check_exposure(host: str, tokens_file: Path | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. Held while what is slow gets ready, so that a taken port is said at once and nobody
-    takes it meanwhile; closed for the web worker to bind.
+    """A bound, listening socket, which the web workers inherit. Bound while what is slow gets ready, so that a taken
+    port is said at once and nobody takes it meanwhile; held as long as we run, so that whoever connects while a worker
+    is started again waits a moment rather than being refused.
 
     Raises:
         StartupError: the port is taken or may not be used, or the host is not this machine's.

@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -101,6 +102,14 @@ def lock_data_dir(data_dir: Path) -> filelock.BaseFileLock:
         ) from error
     owner.write_text(f"{os.getpid()}\n")
     return lock
+
+
+def server_id(data_dir: Path) -> str:
+    """What this server is called among those that share a store: the same as long as it has its data directory."""
+    file = data_dir / "server-id"
+    if not file.exists():
+        file.write_text(f"{uuid.uuid4().hex}\n")
+    return file.read_text().strip()
 
 
 def in_use(data_dir: Path) -> bool:

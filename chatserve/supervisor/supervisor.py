@@ -1,4 +1,4 @@
-"""`chatserve serve`: starts the store, the engine and the web worker, keeps them running, and takes them along.
+"""`chatserve serve`: starts the store, the engine and the web workers, keeps them running, and takes them along.
 
 Owns the order of start and end. Imports no torch, no web framework and nothing of what the children run: they are told
 their settings and watched through their exit and the web worker's `/readyz`.
@@ -69,7 +69,7 @@ def _say(line: str) -> None:
 
 
 class GraceTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """How long each child may take to end, in seconds."""
+    """How long each child may take to end, in seconds; the web workers beyond `ServeSettings.drain_s`."""
 
     web_s: float = 10.0
     engine_s: float = 5.0
@@ -108,6 +108,8 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._ready = False
         self._children: dict[str, Child] = {}
+        self._web: list[str] = []
+        """The names of the web workers."""
         self._store: EmbeddedStoreLike | None = None
 
     async def run(self) -> int:
@@ -160,11 +162,19 @@ class Supervisor:
             engine = self._engine_settings(settings, model_dir, run_dir / "engine.sock")
             tasks.append(asyncio.create_task(self._keep("engine", self._commands.engine, engine)))
             redis_url = settings.redis_url or await self._start_store(run_dir / "store.sock")
-            web = WebSettings(
-                serve=settings, model_dir=model_dir, engine_socket=run_dir / "engine.sock", redis_url=redis_url
-            )
-            listener.close()
-            tasks.append(asyncio.create_task(self._keep("web", self._commands.web, web)))
+            server = paths.server_id(settings.data_dir)
+            for number in range(settings.web_workers):
+                web = WebSettings(
+                    serve=settings,
+                    model_dir=model_dir,
+                    engine_socket=run_dir / "engine.sock",
+                    redis_url=redis_url,
+                    place=f"{server}.{number}",
+                    listen_fd=listener.fileno(),
+                )
+                name = "web" if settings.web_workers == 1 else f"web-{number}"
+                self._web.append(name)
+                tasks.append(asyncio.create_task(self._keep(name, self._commands.web, web)))
             if self._store is not None:
                 tasks.append(asyncio.create_task(self._keep_store(self._store)))
             announcing = asyncio.create_task(self._announce(settings, port))
@@ -262,7 +272,8 @@ class Supervisor:
         handed_over = hand_over_settings(settings, paths.socket_dir(self._settings.data_dir) / f"{name}.json")
         argv = (*command, "--settings", handed_over)
         while not self._stopping.is_set():
-            child = self._children[name] = await Child.spawn(name, argv)
+            fds = (settings.listen_fd,) if isinstance(settings, WebSettings) and settings.listen_fd is not None else ()
+            child = self._children[name] = await Child.spawn(name, argv, fds)
             if self._stopping.is_set():  # asked while it was being spawned: `_end` may have looked before it was there
                 await child.stop(self._grace.engine_s)
                 return
@@ -316,14 +327,15 @@ class Supervisor:
     # --- ending ---
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
-        """The web worker first, so that it can say goodbye (1001) and stop what it asked the engine to do; the store
-        last, because both write to it.
+        """The web workers first, so that they can let answers end, say goodbye (1001) and stop what they asked the
+        engine to do; the store last, because all write to it.
         """
         if model := self._children.get("model"):
             await model.stop(self._grace.engine_s)
-        for name, grace_s in (("web", self._grace.web_s), ("engine", self._grace.engine_s)):
-            if child := self._children.get(name):
-                await child.stop(grace_s)
+        web_s = self._settings.drain_s + self._grace.web_s
+        for names, grace_s in ((self._web, web_s), (["engine"], self._grace.engine_s)):
+            children = [child for name in names if (child := self._children.get(name))]
+            await asyncio.gather(*(child.stop(grace_s) for child in children))
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._store is not None:
             await asyncio.to_thread(self._store.stop)

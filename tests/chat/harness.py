@@ -29,6 +29,7 @@ from chatserve.chat.events import (
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.service import ChatService
 from chatserve.chat.store import SessionState, Store
+from chatserve.chat.workers import owner_name
 from chatserve.config import Limits
 from chatserve.engine.engine import Engine
 from chatserve.errors import ChatError
@@ -157,6 +158,9 @@ class Harness:
         orphan_grace_s: float = 60.0,
         engine_patience_s: float = 60.0,
         engine_silence_s: float = 60.0,
+        place: str | None = None,
+        resumes: bool = True,
+        beat_s: float = 1.0,
         **engine: Any,
     ) -> None:
         self.encoder = encoder
@@ -168,10 +172,15 @@ class Harness:
         self.orphan_grace_s = orphan_grace_s
         self.engine_patience_s = engine_patience_s
         self.engine_silence_s = engine_silence_s
+        self.owner = owner_name(place or uuid.uuid4().hex, uuid.uuid4().hex)
+        self.resumes = resumes
+        self.beat_s = beat_s
+        self.crashed = False
         self.crashes: list[str] = []
         self.mirrors: dict[str, Mirror] = {}
         self.changed: list[tuple[str, str | None, bool]] = []
         self.health: list[tuple[str, bool]] = []
+        self.broken_off: list[str] = []
         self.news = asyncio.Event()
         self._ids = itertools.count(1)
         self.now: float | None = None
@@ -185,6 +194,11 @@ class Harness:
             encoder=self.encoder,
             limits=self.limits,
             publish=self._publish,
+            publish_relayed=self._publish_relayed,
+            break_off=lambda user, session: self.broken_off.append(session),
+            owner=self.owner,
+            resumes=self.resumes,
+            beat_s=self.beat_s,
             publish_changed=self._publish_changed,
             publish_health=self._publish_health,
             orphan_grace_s=self.orphan_grace_s,
@@ -204,6 +218,8 @@ class Harness:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        if self.crashed:
+            return
         self.client.resume()
         self.service.check()
         await self.service.close()
@@ -212,20 +228,34 @@ class Harness:
 
     async def crash(self) -> None:
         """The web process dies without a word; its engine requests die with it."""
-        for task in asyncio.all_tasks():
-            if task.get_name() in {"engine events", "text writer"} or task.get_name().startswith("end of"):
-                task.cancel()
+        self.crashed = True
+        runtime = self.service._runtime
+        tasks = [*runtime._tasks, *runtime._settling, *self.service._core.generations._ending]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await runtime.orphans.close()
+        await self.service._core.following.close()
+        await runtime.health.close()
+        await runtime.feed.close()
         await self.client.close()
 
     # --- what the server would do -------------------------------------------------------------------------------------
 
     def _publish(self, user: UserId, session: SessionId, events: Sequence[AnyEvent]) -> None:
         assert events
-        mirror = self.mirrors.setdefault(session, Mirror())
+        if (mirror := self.mirrors.get(session)) is None:
+            return  # nobody watches
         for event in events:
             assert event.session == session
             mirror.take(event)
         self.news.set()
+
+    def _publish_relayed(self, user: UserId, session: SessionId, events: Sequence[AnyEvent]) -> None:
+        """As the hub does, drop what is known."""
+        mirror = self.mirrors.get(session)
+        if mirror is not None and (new := [event for event in events if event.seq > mirror.seq]):
+            self._publish(user, session, new)
 
     def _publish_changed(self, user: UserId, session: SessionId, title: str | None, *, deleted: bool) -> None:
         self.changed.append((session, title, deleted))
@@ -269,6 +299,7 @@ class Harness:
         session = SessionId((await self.call("create_session", user=user, **fields))["session"])
         self.mirrors[session] = Mirror()
         self.mirrors[session].title = fields.get("title") or ""
+        await self.service.follow(user, session)
         self.service.set_subscribers(session, 1)
         return session
 
@@ -285,6 +316,16 @@ class Harness:
             mirror.messages[m.message] = {"parent": m.parent, "role": m.role, "text": m.text, "status": m.status}
         self.service.set_subscribers(state.record.session, 1)
         return mirror
+
+    async def follow(self, session: SessionId, *, user: UserId = ANN) -> Mirror:
+        """Open a session as a socket does."""
+        await self.service.follow(user, session)
+        return self.watch_from(await self.service.snapshot(user, session))
+
+    async def unfollow(self, session: SessionId, *, user: UserId = ANN) -> None:
+        self.service.unfollow(user, session)
+        self.service.set_subscribers(session, 0)
+        del self.mirrors[session]
 
     async def say(
         self, session: SessionId, text: str, parent: str | None = None, *, user: UserId = ANN, **params: Any

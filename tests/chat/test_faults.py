@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from chatserve.chat import service, sessions
+from chatserve.chat import runtime, service, sessions
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.store import Committed, Delta, SessionState, Transaction
 from chatserve.engine.paths import PathTable
@@ -506,9 +506,9 @@ async def test_stop_is_refused_as_retryable_when_its_end_cannot_be_stored(encode
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-async def test_after_a_crash_unfinished_answers_are_interrupted_and_sending_works(encoders: Encoders) -> None:
+async def test_after_a_crash_unfinished_answers_are_interrupted_if_so_wished(encoders: Encoders) -> None:
     store = MemoryStore()
-    before = Harness(encoders["chatml"], store=store)
+    before = Harness(encoders["chatml"], store=store, place="here")
     await before.__aenter__()
     session = await before.create()
     _, kept = await before.turn(session, "kept", max_tokens=5)
@@ -516,11 +516,13 @@ async def test_after_a_crash_unfinished_answers_are_interrupted_and_sending_work
     await before.writing(session, reply, 20)
     await before.crash()
     shown = before.text(session, reply)
-    async with Harness(encoders["chatml"], store=store) as after:
+    async with Harness(encoders["chatml"], store=store, place="here", resumes=False) as after:
+        await after.until(lambda: after.service.num_generations == 0)
         replayed = await after.service.replay(ANN, session, before.mirrors[session].seq)
-        mirror = after.mirrors[session] = before.mirrors[session]
+        mirror = before.mirrors[session]
         for event in replayed:
             mirror.take(event)
+        after.mirrors[session] = mirror
         after.service.set_subscribers(session, 1)
         assert [end.reason for end in mirror.ends[reply]] == ["interrupted"]
         assert mirror.messages[reply]["text"].startswith(shown)
@@ -536,7 +538,8 @@ async def test_after_a_crash_unfinished_answers_are_interrupted_and_sending_work
 async def test_closing_does_not_wait_for_a_request_that_hangs(
     encoders: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "CLOSE_TIMEOUT_S", 0.01)
+    for module in (service, runtime):
+        monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.01)
     store = MemoryStore()
     async with Harness(encoders["chatml"], store=store) as harness:
         session = await harness.create()

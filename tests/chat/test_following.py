@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatserve.chat import sessions
+from chatserve.chat import live_session, sessions
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.engine.messages import PathRef
 from chatserve.errors import BadParamsError
@@ -100,7 +100,7 @@ async def test_a_flood_of_typing_reaches_the_engine_as_one_hint_a_moment(encoder
     async with harness:
         session = await harness.create()
         _, reply = await harness.turn(session, "on", max_tokens=5)
-        for now in (1e6, 1e6 + sessions.HINT_EVERY_S, 1e6 - 3600):  # the wall clock may be set back
+        for now in (1e6, 1e6 + live_session.HINT_EVERY_S, 1e6 - 3600):  # the wall clock may be set back
             harness.now = now
             client.hints.clear()
             for _ in range(100):

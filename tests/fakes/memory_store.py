@@ -16,28 +16,37 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from chatserve.chat.events import AnyEvent, Event, GenerationDelta
+from chatserve.chat.feed import News
+from chatserve.chat.letters import LeaseTaken, encode_letter
 from chatserve.chat.store import (
     Committed,
     Delta,
+    LeaseLostError,
     MessageRecord,
+    OwnedElsewhereError,
     SessionPage,
     SessionRecord,
     SessionState,
     SessionSummary,
     Transaction,
 )
+from chatserve.chat.workers import Owner
 from chatserve.errors import BadParamsError, ConflictError, NotFoundError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
+from tests.fakes.memory_workers import MemoryFeed, MemoryFeeds, MemoryWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WRITES_KEPT = 64
+NOBODY = Owner("")
 
 
 @dataclass(slots=True)
 class _Session:
     record: SessionRecord
+    owner: Owner = NOBODY
+    fence: int = 0
     seq: int = 0
     messages: dict[MessageId, MessageRecord] = field(default_factory=dict)
     events: list[AnyEvent] = field(default_factory=list)
@@ -56,6 +65,8 @@ class MemoryStore:
         self._writes: dict[tuple[UserId, SessionId], OrderedDict[str, Committed]] = {}
         self._answers: dict[tuple[UserId, str], tuple[str, bytes]] = {}
         self._failure: str | None = None
+        self.workers = MemoryWorkers(self._turn)
+        self.feeds = MemoryFeeds(self._turn)
         self.gate: asyncio.Event | None = None
         self.num_commits = 0
         self.num_appends = 0
@@ -78,6 +89,28 @@ class MemoryStore:
 
     # The protocol
 
+    def open_feed(self, owner: Owner) -> MemoryFeed:
+        return MemoryFeed(self.feeds, owner)
+
+    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+        await self._turn()
+        found = self._sessions.get((user, session))
+        if found is None:
+            raise NotFoundError(f"there is no session {session}")
+        if found.owner != owner:
+            if found.owner and found.owner != instead_of:
+                raise OwnedElsewhereError(found.owner)
+            if found.owner:
+                self.feeds.send(found.owner, encode_letter(LeaseTaken(user, session)))
+            found.owner, found.fence = owner, found.fence + 1
+        return found.fence
+
+    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
+        await self._turn()
+        found = self._sessions.get((user, session))
+        if found is not None and found.fence == fence:
+            found.owner = NOBODY
+
     async def commit(self, change: Transaction) -> Committed:
         await self._turn()
         key = (change.user, change.session)
@@ -98,12 +131,22 @@ class MemoryStore:
             if session is not None:
                 raise ConflictError(f"session {change.session} exists already")
             assert change.record is not None
-            session = self._sessions[key] = _Session(change.record)
+            session = self._sessions[key] = _Session(change.record, change.owner, change.fence if change.owner else 0)
         if session is None:
             raise NotFoundError(f"there is no session {change.session}")
+        if not change.create and session.fence != change.fence:
+            raise LeaseLostError
         committed = Committed(first_seq=session.seq + 1)
         self._apply(session, change)
         self.num_commits += 1
+        if change.events:
+            events = tuple(
+                msgspec.structs.replace(event, seq=seq) for seq, event in enumerate(change.events, committed.first_seq)
+            )
+            asked = {} if idempotency is None else {"request_id": idempotency.request_id, "answer": idempotency.answer}
+            self.feeds.tell(News(user=change.user, session=change.session, events=events, **asked))
+        if change.announcement:
+            self.feeds.announce(change.user, change.announcement)
         if change.delete:
             del self._sessions[key]
             self._tombstones.add(key)
@@ -154,7 +197,7 @@ class MemoryStore:
     def _append(self, delta: Delta) -> int | None:
         session = self._sessions.get((delta.user, delta.session))
         live = session.live.get(delta.message) if session is not None else None
-        if session is None or live is None or live[0] != delta.attempt:
+        if session is None or live is None or live[0] != delta.attempt or session.fence != delta.fence:
             return None
         write_id = (delta.message, delta.attempt, delta.first_token)
         if write_id in session.deltas:
@@ -169,6 +212,7 @@ class MemoryStore:
         session.live[delta.message] = (delta.attempt, delta.first_token)
         seq = self._emit(session, GenerationDelta(session=delta.session, message=delta.message, text=delta.text))
         session.deltas[write_id] = (seq, delta)
+        self.feeds.tell(News(user=delta.user, session=delta.session, events=(session.events[-1],)))
         return seq
 
     async def answer(self, user: UserId, request_id: str) -> tuple[str, bytes] | None:
@@ -180,7 +224,9 @@ class MemoryStore:
         found = self._sessions.get((user, session))
         if found is None:
             return None
-        return SessionState(record=found.record, seq=found.seq, messages=tuple(found.messages.values()))
+        return SessionState(
+            record=found.record, seq=found.seq, messages=tuple(found.messages.values()), fence=found.fence
+        )
 
     async def events(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
         await self._turn()
@@ -210,9 +256,9 @@ class MemoryStore:
         ]
         return SessionPage(tuple(page), _make_cursor(page[-1]) if len(rest) > limit else None)
 
-    async def unfinished(self) -> list[tuple[UserId, SessionId]]:
+    async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:
         await self._turn()
-        return sorted(key for key, found in self._sessions.items() if found.live)
+        return [key for key in sessions if key in self._sessions and self._sessions[key].live]
 
     async def ping(self) -> None:
         await self._turn()

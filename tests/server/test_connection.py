@@ -475,7 +475,7 @@ async def test_a_stopping_server_says_1001_and_its_successor_goes_on() -> None:
         again.sessions[session] = mirror
         async with again:
             await again.ended(session, reply)
-            assert mirror.messages[reply]["status"] in {"interrupted", "stopped"}
+            assert mirror.messages[reply]["status"] == "done", "its successor went on with it"
             _, reply = await again.turn(session, "and on", parent=reply, max_tokens=3)
             assert mirror.messages[reply]["status"] == "done"
 

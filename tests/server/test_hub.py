@@ -58,6 +58,9 @@ class Reader:
         await self.gate.wait()
         return seen
 
+    async def follow(self, user: UserId, session: SessionId) -> None:
+        pass
+
     async def snapshot(self, user: UserId, session: SessionId) -> SessionState:
         seen = await self._read(user, session)
         record = SessionRecord(

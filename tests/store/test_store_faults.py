@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from chatserve.chat.events import BranchSelected
+from chatserve.chat.redis_layout import SCHEMA
 from chatserve.chat.redis_link import MAX_CONNECTIONS, MAX_READ_CONNECTIONS, RedisLink
 from chatserve.chat.redis_store import RedisStore, open_store
 from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Transaction
+from chatserve.chat.workers import Owner
 from chatserve.errors import NotFoundError, StartupError, StoreUnavailableError
 from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.types import MessageId, SessionId, UserId
@@ -256,7 +258,13 @@ async def test_every_call_to_a_store_that_is_gone_fails_as_unavailable(own_serve
         lambda: store.events(USER, SessionId("s"), 0),
         lambda: store.list_sessions(USER, 10, None, None),
         lambda: store.list_sessions(USER, 10, None, "query"),
-        store.unfinished,
+        lambda: store.unfinished([(USER, SessionId("s"))]),
+        lambda: store.acquire(USER, SessionId("s"), Owner("p/n")),
+        lambda: store.release(USER, SessionId("s"), 1),
+        lambda: store.workers.join(Owner("p/n")),
+        lambda: store.workers.beat(Owner("p/n")),
+        store.workers.known,
+        lambda: store.workers.standings([Owner("p/n")]),
         store.ping,
     ]
     results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)
@@ -300,7 +308,8 @@ async def test_acknowledged_writes_survive_a_kill_of_the_server(own_server: Embe
     with pytest.raises(NotFoundError):
         await store.commit(create(USER, "doomed"))
     assert await store.append([delta(USER, "s", state.seq, "!")]) == [state.seq + 1]
-    assert await store.unfinished() == [(USER, "s")]
+    pairs = [(USER, SessionId("s")), (USER, SessionId("doomed"))]
+    assert await store.unfinished(pairs) == pairs[:1]
     await store.close()
 
 
@@ -336,10 +345,10 @@ async def test_a_newer_schema_is_refused_at_start(own_server: EmbeddedStore) -> 
     store = await open_store(own_server.url, event_history=10)
     await store.close()
     with own_server._client() as client:
-        client.set("chatserve:schema", 2)
-        with pytest.raises(StartupError, match=r"schema 2 .*knows 1: upgrade"):
+        client.set("chatserve:schema", SCHEMA + 1)
+        with pytest.raises(StartupError, match=rf"schema {SCHEMA + 1} .*knows {SCHEMA}: upgrade"):
             await open_store(own_server.url, event_history=10)
-        assert client.get("chatserve:schema") == b"2"
+        assert client.get("chatserve:schema") == str(SCHEMA + 1).encode()
 
 
 async def test_tcp_with_a_password_works_and_is_kept_out_of_messages(

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from chatserve.chat.events import AnyEvent, BranchSelected, MessageUpdated, SessionUpdated
 from chatserve.chat.redis_store import open_store
 from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Store, Transaction
+from chatserve.chat.workers import Owner
 from chatserve.errors import ChatError
 from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.types import MessageId, SessionId, UserId
@@ -32,6 +33,9 @@ sessions = st.sampled_from([SessionId(s) for s in ("s1", "s2", "s\n3é")])
 messages = st.sampled_from([MessageId(m) for m in ("m1", "m2", "m:3", "m 4")])
 texts = st.one_of(st.sampled_from(["", "Straße", "STRASSE", "\0", "👩‍👩‍👧"]), st.text(max_size=8))
 attempts = st.integers(0, 1)
+owners = st.sampled_from([Owner(o) for o in ("a/1", "b/2", "b/3")])
+ages = st.sampled_from([0, 0, 0, 0, 1])
+"""Of a fence: how many leases ago it was given."""
 records = st.builds(
     SessionRecord,
     session=st.just(SessionId("")),
@@ -85,6 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.next_token: dict[tuple[SessionId, MessageId], int] = {}
         self.appended: list[Delta] = []
         self.writes: list[Transaction] = []
+        self.fences: dict[SessionId, int] = {}
         self.live: dict[SessionId, list[AnyEvent]] = {}
         """Each session's events as somebody who never disconnected gets them."""
 
@@ -115,6 +120,8 @@ class StoreMachine(RuleBasedStateMachine):
         deletes=st.lists(messages, max_size=2, unique=True).map(tuple),
         events=events,
         idempotency=idempotencies,
+        owner=st.one_of(st.just(Owner("")), owners),
+        age=ages,
     )
     def change(
         self,
@@ -126,6 +133,8 @@ class StoreMachine(RuleBasedStateMachine):
         deletes: tuple[MessageId, ...],
         events: tuple[AnyEvent, ...],
         idempotency: Idempotency | None,
+        owner: Owner,
+        age: int,
     ) -> None:
         named = msgspec.structs.replace(record, session=session, user=self.user)
         change = Transaction(
@@ -138,8 +147,12 @@ class StoreMachine(RuleBasedStateMachine):
             events=tuple(msgspec.structs.replace(event, session=session) for event in events),
             idempotency=idempotency,
             write_id=uuid.uuid4().hex,
+            owner=owner,
+            fence=int(bool(owner)) if create else self.fences.get(session, 0) - age,
         )
-        self.commit(change)
+        committed = self.commit(change)
+        if create and not isinstance(committed, type) and committed.answer is None:
+            self.fences[session] = change.fence
         self.writes.append(change)
         touched = {put.message for put in puts} | set(deletes)
         self.appended = [d for d in self.appended if d.session != session or d.message not in touched]
@@ -153,7 +166,12 @@ class StoreMachine(RuleBasedStateMachine):
     def delete(self, session: SessionId, idempotency: Idempotency | None) -> None:
         self.commit(
             Transaction(
-                user=self.user, session=session, delete=True, idempotency=idempotency, write_id=uuid.uuid4().hex
+                user=self.user,
+                session=session,
+                delete=True,
+                idempotency=idempotency,
+                write_id=uuid.uuid4().hex,
+                fence=self.fences.get(session, 0),
             )
         )
         self.live.pop(session, None)
@@ -161,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(places=st.lists(st.tuples(sessions, messages, attempts, texts, st.integers(0, 2)), min_size=1, max_size=6))
     def append(self, places: list[tuple[SessionId, MessageId, int, str, int]]) -> None:
         step = []
-        for session, message, attempt, text, num_tokens in places:
+        for number, (session, message, attempt, text, num_tokens) in enumerate(places):
             first_token = self.next_token.get((session, message), 0)
             self.next_token[session, message] = first_token + max(1, num_tokens)
             step.append(
@@ -173,6 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
                     first_token=first_token,
                     token_ids=tuple(range(num_tokens)),
                     text=text,
+                    fence=self.fences.get(session, 0) - (1 if number == 5 else 0),
                 )
             )
         numbers = self.both(lambda store: store.append(step))
@@ -217,8 +236,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def list_what_is_unfinished(self) -> None:
-        mine = [pair for pair in self.runner.run(self.real.unfinished()) if pair[0] == self.user]
-        assert mine == self.runner.run(self.model.unfinished())
+        pairs = [(self.user, SessionId(session)) for session in ("s1", "s2", "s\n3é")]
+        self.both(lambda store: store.unfinished(pairs))
+
+    @rule(session=sessions, owner=owners, instead_of=st.one_of(st.none(), owners))
+    def acquire(self, session: SessionId, owner: Owner, instead_of: Owner | None) -> None:
+        fence = self.both(lambda store: store.acquire(self.user, session, owner, instead_of=instead_of))
+        if isinstance(fence, int):
+            assert fence >= self.fences.get(session, 0)
+            self.fences[session] = fence
+
+    @rule(session=sessions, age=st.integers(0, 1))
+    def release(self, session: SessionId, age: int) -> None:
+        self.both(lambda store: store.release(self.user, session, self.fences.get(session, 0) - age))
 
 
 @pytest.mark.timeout(300)

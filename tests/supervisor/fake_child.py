@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
 
@@ -45,7 +46,9 @@ if name == "engine":
         pass
 if name == "web":
     serve = settings["serve"]
-    server = http.server.ThreadingHTTPServer((serve["host"], serve["port"]), Ready)
+    server = http.server.ThreadingHTTPServer((serve["host"], serve["port"]), Ready, bind_and_activate=False)
+    server.socket = socket.socket(fileno=settings["listen_fd"])
+    server.socket.setblocking(True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 sys.stdin.read()
 if mode == "stubborn":

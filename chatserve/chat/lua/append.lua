@@ -2,8 +2,8 @@
 --
 -- KEYS  1 session  2 generating  3 events  4 live text  5 live tokens
 -- ARGV  1 message id  2 attempt  3 first token  4 place (message, attempt, first token, number of tokens)
---       5 text  6 tokens  7 event history
--- Returns the event's seq; nil where the message is no longer generated under this attempt; or an error CONFLICT where
+--       5 text  6 tokens  7 event history  8 fence  9 session channel
+-- Returns the event's seq; nil where the message is no longer generated under this attempt and fence; or an error CONFLICT where
 -- this delta's place is taken by another one.
 
 local session, generating, events = KEYS[1], KEYS[2], KEYS[3]
@@ -13,7 +13,8 @@ local growing = redis.call('HGET', generating, message)
 if not growing then
   return false
 end
-local its_attempt, last_first = string.match(growing, '^(%d+) (-?%d+)$')
+local its_attempt, last_first = string.match(growing, '^(%S+) (-?%d+)$')
+attempt = attempt .. '.' .. ARGV[8]
 if its_attempt ~= attempt then
   return false
 end
@@ -38,4 +39,5 @@ if ARGV[6] ~= '' then
   redis.call('APPEND', KEYS[5], ARGV[6])
 end
 redis.call('HSET', generating, message, attempt .. ' ' .. first_token)
+redis.call('PUBLISH', ARGV[9], struct.pack('<I8I4I4I4I4I4I4I4', seq, 2, 0, 0, 0, #place, #text, 0) .. place .. text)
 return seq

@@ -1,20 +1,21 @@
 -- One atomic change of one session, with its event numbers. Every precondition stands before the first write, because a
 -- script that fails halfway is not undone.
 --
--- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 events  7 generating  8 writes  9 index  10 unfinished
---       11 request (only where the change answers a client's request)
+-- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 events  7 generating  8 writes  9 index
+--       10 request (only where the change answers a client's request)
 -- ARGV  1 live text prefix  2 live tokens prefix  3 session id  4 write id  5 create  6 delete
 --       7 record ('' keeps it)  8 title  9 updated_at  10 digest  11 answer
 --       12 event history  13 event ttl  14 request ttl  15 writes ttl  16 tombstone ttl  17 writes kept   (ttls in seconds)
---       18 number of deletes, then each message id
+--       18 fence  19 owner (of a session to create)  20 session channel  21 request id  22 user channel  23 announcement
+--       24 number of deletes, then each message id
 --       then number of puts, each: message id, '1' if generating, attempt, meta, text, tokens
 --       then number of events, each its payload
--- Returns {'ok', first seq} | {'done', answer} | {'conflict'} | {'exists'} | {'deleted'} | {'missing'}
+-- Returns {'ok', first seq} | {'done', answer} | {'conflict'} | {'exists'} | {'deleted'} | {'missing'} | {'fenced'}
 
 local session, metas, texts, tokens, order, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local generating, writes, index, unfinished, request = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local generating, writes, index, request = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local live_texts, live_tokens, id, write_id = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local create, delete, record = ARGV[5] == '1', ARGV[6] == '1', ARGV[7]
+local create, delete, record, fence = ARGV[5] == '1', ARGV[6] == '1', ARGV[7], ARGV[18]
 
 -- A retry of this very write gets its first result: this comes before the request's own answer, whose receiver would
 -- take the work for another's and publish nothing.
@@ -33,13 +34,15 @@ if request then
     return {'conflict'}
   end
 end
-local state = redis.call('HMGET', session, 'seq', 'deleted')
+local state = redis.call('HMGET', session, 'seq', 'deleted', 'fence')
 if state[2] then
   return {'deleted'}
 elseif create and state[1] then
   return {'exists'}
 elseif not create and not state[1] then
   return {'missing'}
+elseif not create and (state[3] or '0') ~= fence then
+  return {'fenced'}
 end
 
 local function forget_live(message)
@@ -56,7 +59,7 @@ local function set_or_clear(key, field, value)
   end
 end
 
-local at = 17
+local at = 23
 local function take()
   at = at + 1
   return ARGV[at]
@@ -64,6 +67,9 @@ end
 
 local first_seq = tonumber(state[1] or 0) + 1
 
+if create and ARGV[19] ~= '' then
+  redis.call('HSET', session, 'owner', ARGV[19], 'fence', fence)
+end
 if record ~= '' then
   redis.call('HSET', session, 'record', record, 'title', ARGV[8])
   redis.call('ZADD', index, ARGV[9], id)
@@ -89,13 +95,17 @@ for _ = 1, tonumber(take()) do
     set_or_clear(texts, message, text)
     set_or_clear(tokens, message, token_ids)
     if is_generating then
-      redis.call('HSET', generating, message, attempt .. ' -1')
+      redis.call('HSET', generating, message, attempt .. '.' .. fence .. ' -1')
     end
   end
 end
 
 local num_events = tonumber(take())
 local seq = redis.call('HINCRBY', session, 'seq', num_events)
+local payloads = {}
+for i = 1, num_events do
+  payloads[i] = take()
+end
 
 if delete then
   for _, message in ipairs(redis.call('HKEYS', generating)) do
@@ -103,19 +113,14 @@ if delete then
   end
   redis.call('UNLINK', session, metas, texts, tokens, order, events, generating)
   redis.call('ZREM', index, id)
-  redis.call('SREM', unfinished, id)
   redis.call('HSET', session, 'deleted', '1', 'seq', seq)
   redis.call('EXPIRE', session, ARGV[16])
 else
-  for number = first_seq, seq do
-    redis.call('XADD', events, 'MAXLEN', '~', ARGV[12], string.format('%.0f-0', number), 'event', take())
+  for i, payload in ipairs(payloads) do
+    local number = string.format('%.0f-0', first_seq + i - 1)
+    redis.call('XADD', events, 'MAXLEN', '~', ARGV[12], number, 'event', payload)
   end
   redis.call('EXPIRE', events, ARGV[13])
-  if redis.call('EXISTS', generating) == 1 then
-    redis.call('SADD', unfinished, id)
-  else
-    redis.call('SREM', unfinished, id)
-  end
 end
 
 if request then
@@ -125,4 +130,19 @@ end
 redis.call('LPUSH', writes, mark .. string.format('%.0f', first_seq))
 redis.call('LTRIM', writes, 0, ARGV[17] - 1)
 redis.call('EXPIRE', writes, ARGV[15])
+
+if num_events > 0 then
+  -- As events.lua has them, after the seq of the first and the answer to the request that made them.
+  local answered = request and {ARGV[21], ARGV[11]} or {'', ''}
+  local sizes, body = {struct.pack('<I4I4I4', #answered[1], #answered[2], 0)}, {answered[1], answered[2]}
+  for _, payload in ipairs(payloads) do
+    sizes[#sizes + 1] = struct.pack('<I4I4I4', 0, 0, #payload)
+    body[#body + 1] = payload
+  end
+  local head = struct.pack('<I8I4', first_seq, #sizes)
+  redis.call('PUBLISH', ARGV[20], head .. table.concat(sizes) .. table.concat(body))
+end
+if ARGV[23] ~= '' then
+  redis.call('PUBLISH', ARGV[22], ARGV[23])
+end
 return {'ok', first_seq}

@@ -2,11 +2,11 @@
 --
 -- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 generating
 -- ARGV  1 live text prefix  2 live tokens prefix
--- Returns nil where there is no such session, else {seq, record, sizes, body}: for each message in order its meta, text and
+-- Returns nil where there is no such session, else {seq, fence, record, sizes, body}: for each message in order its meta, text and
 -- token ids. They stand one after another in body, their sizes as little-endian uint32 in sizes, because a client takes far
 -- longer to read many small replies than to cut a large one.
 
-local state = redis.call('HMGET', KEYS[1], 'seq', 'record')
+local state = redis.call('HMGET', KEYS[1], 'seq', 'record', 'fence')
 if not state[2] then
   return false
 end
@@ -35,4 +35,4 @@ for first = 1, #order, 100 do
     body[#body + 1] = token_ids
   end
 end
-return {tonumber(state[1]), state[2], table.concat(sizes), table.concat(body)}
+return {tonumber(state[1]), tonumber(state[3] or 0), state[2], table.concat(sizes), table.concat(body)}

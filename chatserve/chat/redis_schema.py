@@ -1,0 +1,113 @@
+"""The version of what lies in Redis, and the steps that bring an older one up to date.
+
+A store is taken from its version to ours one step at a time, by one process while the others wait. The version is
+raised after a step is done, and each step may be done again: whoever dies in the middle leaves a store that the next
+start finishes. Servers of the older version must have been stopped before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from chatserve.chat.redis_layout import SCHEMA, Keys
+from chatserve.chat.redis_link import raise_error
+from chatserve.chat.redis_workers import held_key, pack_session
+from chatserve.chat.workers import owner_name
+from chatserve.errors import StartupError
+from chatserve.types import SessionId, UserId
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from chatserve.chat.redis_link import RedisLink
+
+log = logging.getLogger(__name__)
+
+KEY: Final = "chatserve:schema"
+_LOCK: Final = "chatserve:schema-lock"
+_LOCK_TTL_S: Final = 30
+"""Whoever migrates renews it after each step of `_USERS_AT_ONCE` users."""
+_PAUSE_S: Final = 0.2
+_USERS_AT_ONCE: Final = 500
+
+
+class Migration(msgspec.Struct, frozen=True):
+    """From version `before` to the next; `run` may be repeated."""
+
+    before: int
+    run: Callable[[RedisLink, Callable[[], Awaitable[None]]], Awaitable[None]]
+    """Calls its second argument, which renews the lock, at least every few seconds."""
+
+
+async def bring_up_to_date(link: RedisLink, migrations: tuple[Migration, ...] | None = None) -> None:
+    """Mark an empty store with our version, and migrate an older one.
+
+    Raises:
+        StartupError: it is newer than this program, or not a version.
+        StoreUnavailableError: it does not answer.
+    """
+    steps = {step.before: step for step in (MIGRATIONS if migrations is None else migrations)}
+    newest = max([SCHEMA, *(before + 1 for before in steps)])
+    await link.command("mark its schema", "SET", KEY, str(newest), "NX")
+    while (version := await _version(link, newest)) < newest:
+        me = uuid.uuid4().hex
+        if not await link.command("lock its schema", "SET", _LOCK, me, "NX", "EX", _LOCK_TTL_S):
+            await asyncio.sleep(_PAUSE_S)  # another server is at it
+            continue
+
+        async def renew() -> None:
+            await link.command("lock its schema", "EXPIRE", _LOCK, _LOCK_TTL_S)
+
+        try:
+            if await _version(link, newest) != version:
+                continue
+            log.warning("bringing the store at %s from schema %d to %d", link.name, version, version + 1)
+            await steps[version].run(link, renew)
+            await link.command("mark its schema", "SET", KEY, str(version + 1))
+        finally:
+            await link.command("unlock its schema", "DEL", _LOCK)
+
+
+async def _version(link: RedisLink, newest: int) -> int:
+    found: bytes = await link.command("tell its schema", "GET", KEY)
+    if not found.isdigit() or int(found) > newest:
+        raise StartupError(
+            f"the store at {link.name} has schema {found.decode(errors='replace')} and this version knows {newest}: "
+            "upgrade chatserve, or give it another store"
+        )
+    return int(found)
+
+
+async def _leases(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
+    """Version 1 had one server at a time, and noted sessions with unfinished answers by user. From version 2 on they
+    are noted by the process that may generate them: here one that is dead, so that they are taken over.
+    """
+    old = owner_name("schema-1", "migrated")
+    cursor = 0
+    while True:
+        next_cursor, names = await link.command(
+            "list users", "SSCAN", "chatserve:users", cursor, "COUNT", _USERS_AT_ONCE
+        )
+        users = [UserId(name.decode()) for name in names]
+        keys = [Keys(user).of("unfinished") for user in users]
+        replies = await link.commands("list unfinished sessions", [("SMEMBERS", key) for key in keys])
+        for user, key, reply in zip(users, keys, replies, strict=True):
+            raise_error(reply)
+            for session in reply:
+                packed = pack_session(user, SessionId(session.decode()))
+                await link.command("note a session", "SADD", "chatserve:workers", old)
+                await link.command("note a session", "SADD", held_key(old), packed)
+            if reply:
+                await link.command("forget a list", "DEL", key)
+        await renew()
+        cursor = int(next_cursor)
+        if cursor == 0:
+            return
+
+
+MIGRATIONS: Final = (Migration(1, _leases),)
