@@ -14,6 +14,7 @@ What holds on the device holds from the root down: a child on the device has its
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from chatserve.cache.evictor import PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
@@ -49,11 +50,11 @@ class BlockTree:
         """Idle nodes on the device without a child there."""
         self.host_leaves = Evictor(host_lru)
         """Idle nodes on the host alone, without any child."""
-        self.spare_copies: dict[Node, None] = {}
+        self.spare_copies: OrderedDict[Node, None] = OrderedDict()
         """Nodes on both tiers, in the order in which they came to be so."""
         self.unread: dict[Node, tuple[int, int]] = {}
         """Nodes whose host block has still to be filled from a snapshot: the block's index there and its checksum."""
-        self.dirty: dict[Node, None] = {}
+        self.dirty: OrderedDict[Node, None] = OrderedDict()
         """Idle nodes that are on the device alone, in the order in which they came to be so, ends of paths first."""
         self.num_idle = 0
         """Idle nodes on the device: each can be evicted, leaves first."""
@@ -77,9 +78,12 @@ class BlockTree:
 
     # --- identity -----------------------------------------------------------------------------------------------------
 
-    def insert(self, parent: Node, key: bytes, block_id: BlockId) -> Node:
-        """A new node on the device."""
+    def insert(self, parent: Node, key: bytes, block_id: BlockId, *, pinned: bool = False) -> Node:
+        """A new node on the device, which is pinned once if so asked."""
         node = self._add(parent, key)
+        if pinned:
+            node.num_pins = 1
+            self.pin(parent)
         self.place(node, block_id)
         return node
 

@@ -17,6 +17,8 @@ from chatserve.cache.transfers import TransferBook
 from chatserve.types import BlockId
 
 _LEAST_WRITING: Final = 32
+_BLOCKS_AT_ONCE: Final = 64
+"""Blocks that are dealt with ahead of need each step."""
 
 
 class Pager:
@@ -67,26 +69,33 @@ class Pager:
 
     def reclaim(self, low: int, high: int) -> None:
         """Below `low` free blocks, see to it that `high` become free: cold leaves that have a copy on the host leave
-        the device, others are given one first. It drops nothing.
+        the device, others are given one first. It drops nothing, and does a little at a time, so that no step waits
+        for the making of lists.
         """
         if self._device.num_free_soon >= low:
             return
-        while (num_missing := high - self._device.num_free_soon) > 0:
+        budget = _BLOCKS_AT_ONCE
+        while (num_missing := min(budget, high - self._device.num_free_soon)) > 0:
             victim = self.victim()
             if victim is None:
                 return
             if victim.host_block_id is not None:
                 self._device.release(self._tree.displace(victim))
+                budget -= 1
             else:
-                num_missing -= self._transfers.num_writing_through
-                if not self._write_through(victim, num_missing):
+                num_written = self._write_through(victim, num_missing - self._transfers.num_writing_through)
+                if not num_written:
                     return
+                budget -= num_written
 
     def write_idle_through(self) -> None:
         """Copy what is idle out while the host has free blocks, so that it can leave the device later at no cost."""
-        while self._host.num_free and self._tree.dirty:
-            if not self._write_through(next(iter(self._tree.dirty)), self._host.num_free):
+        budget = _BLOCKS_AT_ONCE
+        while (num_blocks := min(budget, self._host.num_free)) and self._tree.dirty:
+            num_written = self._write_through(next(iter(self._tree.dirty)), num_blocks)
+            if not num_written:
                 return
+            budget -= num_written
 
     def bring_back(self, node: Node) -> None:
         """Swap a node in while a block is free, because it is likely to be wanted. No step waits for it."""

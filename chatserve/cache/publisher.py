@@ -85,9 +85,8 @@ class Publisher:
         if lease.tail is None:
             block_id = lease.block_ids[lease.num_sealed]
             self._device.cache(block_id)
-            lease.tail = tree.insert(lease.leaf, key, block_id)
+            lease.tail = tree.insert(lease.leaf, key, block_id, pinned=True)
             tree.mark_branch(lease.leaf)
-            tree.pin(lease.tail)
             self._transfers.keep(lease.tail)
             tree.unpin(lease.leaf)
         else:

@@ -32,7 +32,6 @@ from chatserve.engine.messages import (
     Started,
     StepOutput,
     Submit,
-    TokenDelta,
 )
 from chatserve.engine.pace import FIRST_GUESS_S, Pace
 from chatserve.engine.paths import PathTable, UnknownPathError
@@ -99,6 +98,10 @@ class Engine:
                 "prompt_tokens_computed",
                 "output_tokens",
                 "steps",
+                "late_steps",
+                "scheduling_us",
+                "launching_us",
+                "waiting_us",
             ),
             0,
         )
@@ -279,10 +282,15 @@ class Engine:
 
     def _launch(self) -> bool:
         """Launch the next step. False: there is none now."""
+        began_s = self._clock()
         plan = self._scheduler.schedule()
+        launched_s = self._clock()
+        self._counters["scheduling_us"] += round((launched_s - began_s) * 1e6)
         self._stirred = bool(plan)
         if not plan:
             return False
+        if self._in_flight and self._in_flight[-1][1].is_done():
+            self._counters["late_steps"] += 1
         try:
             pending = self._runner.launch(plan)
         except TransfersFailedError:
@@ -293,11 +301,13 @@ class Engine:
             self._fail(plan, error)
         else:
             self._in_flight.append((plan, pending))
+        self._counters["launching_us"] += round((self._clock() - launched_s) * 1e6)
         return True
 
     def _land(self) -> None:
         """Wait for the oldest step in flight and book it."""
         plan, pending = self._in_flight.popleft()
+        began_s = self._clock()
         try:
             result = pending.wait()
         except TransfersFailedError:
@@ -306,7 +316,8 @@ class Engine:
             self._fail(plan, error)
         else:
             self._num_failures = 0
-            self._counters["steps"] += 1
+            self._counters["steps"] += bool(plan.rows)
+            self._counters["waiting_us"] += round((self._clock() - began_s) * 1e6)
             self._scheduler.commit(plan, result)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
@@ -331,11 +342,11 @@ class Engine:
                     for begun in outcome.begun
                 ]
             ),
-            deltas=tuple([TokenDelta(s.request_id, s.index, (s.token_id,)) for s in outcome.sampled]),
+            deltas=outcome.deltas,
             finished=tuple([self._finish(ended) for ended in outcome.ended]),
             reports=tuple(self._reports),
         )
-        self._counters["output_tokens"] += len(outcome.sampled)
+        self._counters["output_tokens"] += len(outcome.deltas)
         self._rejected.clear()
         self._reports.clear()
         something = (

@@ -124,7 +124,7 @@ class Started(msgspec.Struct, frozen=True):
     computed_tokens: int
 
 
-class TokenDelta(msgspec.Struct, frozen=True):
+class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """`token_ids` are the output tokens of this run from index `first` on."""
 
     request_id: RequestId
@@ -185,8 +185,9 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     counters: dict[str, int]
     """Totals since the start: prompt_tokens_cached, prompt_tokens_swapped_in, prompt_tokens_computed, output_tokens,
-    steps, copies, swapped_out_blocks, swapped_in_blocks, dropped_blocks, preemptions, restored_blocks and
-    damaged_blocks (of a snapshot), wasted_slots (now)."""
+    steps (with rows), late_steps (launched when the device had come to the end of the one before), scheduling_us,
+    launching_us and waiting_us (where the loop's time went), copies, swapped_out_blocks, swapped_in_blocks,
+    dropped_blocks, preemptions, restored_blocks and damaged_blocks (of a snapshot), wasted_slots (now)."""
     block_map: str = ""
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from chatserve.config import EngineSettings, decode_settings
 from chatserve.engine.build import SizedRunner, build_engine
+from chatserve.engine.garbage import IdleCollector
 from chatserve.engine.server import EngineServer
 from chatserve.errors import StartupError
 
@@ -96,7 +97,7 @@ def serve(settings: EngineSettings, build_runner: Callable[[EngineSettings], Siz
         return EXIT_STARTUP
     try:
         engine = build_engine(settings, build_runner(settings))
-        server = EngineServer(engine, listener, parent_fd=_parent_pipe())
+        server = EngineServer(engine, listener, parent_fd=_parent_pipe(), on_idle=IdleCollector().collect)
         server.stop_on_signals()
         info = engine.info
         _log.info(

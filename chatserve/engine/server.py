@@ -57,7 +57,10 @@ class EngineServer:
         parent_fd: int | None = None,
         max_out_bytes: int = MAX_OUT_BYTES,
         drain_s: float = DRAIN_S,
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
+        """`on_idle` is called before the loop goes to sleep until somebody wants something."""
+        self._on_idle = on_idle
         self._engine = engine
         self._listener = listener
         self._parent_fd = parent_fd
@@ -67,6 +70,8 @@ class EngineServer:
         self._num_accepted = 0
         self._owners: dict[RequestId, Connection] = {}
         """Of live requests. Those of a client that left have none, and their events are dropped."""
+        self._orphans: set[RequestId] = set()
+        """Requests of clients that left, until their ends have been said."""
         self._drainers: list[Connection] = []
         self._orphaned = False
         self._stop_at_s: float | None = None
@@ -85,7 +90,10 @@ class EngineServer:
         """The loop. Raises what `Engine.step` raises, after which a new process has to take over."""
         try:
             while not self._is_over():
-                for key, _ in self._selector.select(self._engine.patience_s):
+                patience_s = self._engine.patience_s
+                if patience_s is None and self._on_idle is not None:
+                    self._on_idle()
+                for key, _ in self._selector.select(patience_s):
                     key.data()
                 if self._engine.has_work:
                     output = self._engine.step()
@@ -204,6 +212,11 @@ class EngineServer:
 
     def _deliver(self, output: StepOutput) -> None:
         """Give each client the events of its own requests."""
+        if len(self._clients) == 1 and not self._orphans:  # as nearly always
+            for event in output.rejected + output.finished:
+                self._owners.pop(event.request_id, None)
+            self._send(next(iter(self._clients.values())), output)
+            return
         shares: dict[int, dict[str, list[Any]]] = {}
         for kind in _BY_REQUEST:
             for event in getattr(output, kind):
@@ -212,6 +225,7 @@ class EngineServer:
                     shares.setdefault(owner.number, {}).setdefault(kind, []).append(event)
         for event in output.rejected + output.finished:
             self._owners.pop(event.request_id, None)
+            self._orphans.discard(event.request_id)
         for number, share in shares.items():
             client = self._clients.get(number)
             if client is not None:
@@ -244,4 +258,5 @@ class EngineServer:
         self._drainers = [drainer for drainer in self._drainers if drainer is not client]
         for request_id in mine:
             del self._owners[request_id]
+            self._orphans.add(request_id)
             self._engine.handle(Cancel(request_id))

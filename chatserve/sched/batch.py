@@ -81,9 +81,16 @@ class Batch:
 
     def settle(self, request: Request) -> None:
         """Tell the KV manager of all that is computed."""
-        if request.num_committed < request.num_computed:
-            self._kv.commit(request.request_id, request.token_ids[request.num_committed : request.num_computed])
-            request.num_committed = request.num_computed
+        self._settle(request, request.num_computed)
+
+    def settle_full_blocks(self, request: Request) -> None:
+        """Tell the KV manager of all that is computed but the end that fills no block."""
+        self._settle(request, request.num_computed - request.num_computed % self._kv.block_size)
+
+    def _settle(self, request: Request, end: int) -> None:
+        if request.num_committed < end:
+            self._kv.commit(request.request_id, request.token_ids[request.num_committed : end])
+            request.num_committed = end
 
     def finish(self, request: Request, keep_tokens: int) -> None:
         """It ends; the first `keep_tokens` of what it computed stay cached."""

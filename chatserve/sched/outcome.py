@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from chatserve.engine.messages import TokenDelta
 from chatserve.types import FinishReason, RequestId, UserId
 
 
@@ -23,14 +24,6 @@ class Begun(msgspec.Struct, frozen=True):
     num_swapped_in: int
 
 
-class Sampled(msgspec.Struct, frozen=True):
-    """Output token number `index` of this run."""
-
-    request_id: RequestId
-    index: int
-    token_id: int
-
-
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The one end of a request. `token_ids` are all submitted and the kept output ones."""
 
@@ -48,19 +41,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting: tuple[Waiting, ...] = ()
     begun: tuple[Begun, ...] = ()
-    sampled: tuple[Sampled, ...] = ()
+    deltas: tuple[TokenDelta, ...] = ()
     ended: tuple[Ended, ...] = ()
 
 
 class Journal:
     """Collects what happens until it is taken."""
 
-    __slots__ = ("begun", "ended", "sampled", "waiting")
+    __slots__ = ("begun", "deltas", "ended", "waiting")
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []
         self.begun: list[Begun] = []
-        self.sampled: list[Sampled] = []
+        self.deltas: list[TokenDelta] = []
         self.ended: list[Ended] = []
 
     def take(self) -> Outcome:
@@ -68,9 +61,9 @@ class Journal:
         outcome = Outcome(
             waiting=tuple(self.waiting),
             begun=tuple(self.begun),
-            sampled=tuple(self.sampled),
+            deltas=tuple(self.deltas),
             ended=tuple(self.ended),
         )
-        for events in (self.waiting, self.begun, self.sampled, self.ended):
+        for events in (self.waiting, self.begun, self.deltas, self.ended):
             events.clear()
         return outcome

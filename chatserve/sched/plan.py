@@ -2,7 +2,8 @@
 
 The scheduler makes a frozen `StepPlan` that depends on its state alone; a `Runner` launches it and answers with a
 `StepResult`. Neither torch nor the block tree is visible here. Runners keep the rows of the batch between steps, so a
-plan names only what is new: a plain decode step of 256 sessions carries 256 small `Row`s and no tables.
+plan names only what is new: a plain decode step of 256 sessions carries 256 small `Row`s and no tables. What comes by
+the hundred a step (`gc=False`) can be part of no reference cycle, and the garbage collector need not look at it.
 
 A runner may be behind: up to `max_in_flight` steps are launched and not waited for, so that the device goes on while
 its last tokens are read. On the device, plans run in the order of their launches.
@@ -17,7 +18,7 @@ import msgspec
 from chatserve.types import BlockId, HostBlockId, RequestId, SamplingParams
 
 
-class BlockCopy(msgspec.Struct, frozen=True):
+class BlockCopy(msgspec.Struct, frozen=True, gc=False):
     """Copy-on-write: the first `num_tokens` slots of `src` are copied to `dst`, both on the device."""
 
     src: BlockId
@@ -25,14 +26,14 @@ class BlockCopy(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class SwapOut(msgspec.Struct, frozen=True):
+class SwapOut(msgspec.Struct, frozen=True, gc=False):
     """A whole block from device to host."""
 
     src: BlockId
     dst: HostBlockId
 
 
-class SwapIn(msgspec.Struct, frozen=True):
+class SwapIn(msgspec.Struct, frozen=True, gc=False):
     """A whole block from host to device."""
 
     src: HostBlockId
@@ -66,7 +67,7 @@ class Admitted(msgspec.Struct, frozen=True):
     sampling: SamplingParams
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step: compute KV of tokens `start` to `start + num_tokens`, exclusive.
 
     `new_block_ids` extend the request's block table first. If `sample`, the last token's logits give the next token,

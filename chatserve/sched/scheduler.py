@@ -29,11 +29,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from chatserve.engine.messages import TokenDelta
 from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.admission import AdmissionControl
 from chatserve.sched.batch import Batch
 from chatserve.sched.draft import Draft
-from chatserve.sched.outcome import Ended, Journal, Outcome, Sampled
+from chatserve.sched.outcome import Ended, Journal, Outcome
 from chatserve.sched.plan import StepPlan, StepResult, Transfers
 from chatserve.sched.queue import WaitingQueue
 from chatserve.sched.request import Phase, Request
@@ -237,22 +238,33 @@ class Scheduler:
         """Book the oldest step in flight: KV is there, and each row with `sample` has one more token."""
         assert result.step == plan.step, f"expected the result of step {plan.step}, got that of {result.step}"
         gone = self._land(plan)
-        block_size = self._kv.block_size
+        block_size, requests, deltas = self._kv.block_size, self._requests, self._journal.deltas
         tokens = iter(result.token_ids)
         for row in plan.rows:
-            if row.request_id in gone:
+            request_id = row.request_id
+            if request_id in gone:
                 if row.sample:
                     next(tokens)
                 continue
-            request = self._requests[row.request_id]
-            end = row.start + row.num_tokens
-            request.num_computed = end
-            # Output is of no use to others before it ends, so that half a block of it can wait.
-            if end <= request.num_submitted or end % block_size == 0:
+            request = requests[request_id]
+            request.num_computed = end = row.start + row.num_tokens
+            if end <= request.num_submitted:
                 self._batch.settle(request)
-            if row.sample:
-                request.num_pending -= 1
-                self._append(request, next(tokens))
+            # Output is of no use to others before it ends, so it can wait: not all who began together at one step.
+            elif (end + request.arrival) % block_size == 0:
+                self._batch.settle_full_blocks(request)
+            if not row.sample:
+                continue
+            request.num_pending -= 1
+            token_id = next(tokens)
+            if token_id in request.stop_token_ids:
+                self._end(request, FinishReason.STOP, stop_token_id=token_id)
+                continue
+            token_ids = request.token_ids
+            deltas.append(TokenDelta(request_id, len(token_ids) - request.num_submitted, (token_id,)))
+            token_ids.append(token_id)
+            if len(token_ids) >= request.max_length:
+                self._end(request, FinishReason.LENGTH)
         assert next(tokens, None) is None, "the runner gave more tokens than rows ask for"
 
     def fail(self, plan: StepPlan, detail: str) -> None:
@@ -280,11 +292,16 @@ class Scheduler:
     def _place_running(self, draft: Draft) -> None:
         """Rows for all who decode, then for prompts, oldest first."""
         prefilling: list[Request] = []
+        running = Phase.RUNNING
         for request in self._batch:
             length = len(request.token_ids) + request.num_pending
             if request.num_scheduled < length - 1:
                 prefilling.append(request)
-            elif length < request.max_length:  # else its last token is under way
+            elif length >= request.max_length:  # its last token is under way
+                continue
+            elif request.phase is running and length <= request.capacity:  # as nearly always
+                draft.add(request, length, ())
+            else:
                 self._place(draft, request)
         for request in prefilling:
             if draft.budget > 0:
@@ -320,15 +337,6 @@ class Scheduler:
         num_blocks = self._kv.counts()[0].total
         detail = f"{len(request.token_ids)} tokens do not fit the idle pool of {num_blocks} blocks"
         self._end(request, FinishReason.ERROR, detail=detail)
-
-    def _append(self, request: Request, token_id: int) -> None:
-        if token_id in request.stop_token_ids:
-            self._end(request, FinishReason.STOP, stop_token_id=token_id)
-            return
-        self._journal.sampled.append(Sampled(request.request_id, request.num_output_tokens, token_id))
-        request.token_ids.append(token_id)
-        if len(request.token_ids) >= request.max_length:
-            self._end(request, FinishReason.LENGTH)
 
     def _end(
         self,

@@ -28,6 +28,10 @@ _INTER_TOKEN_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2
 _ENGINE_COUNTERS: Final = {
     "output_tokens": "Tokens generated",
     "steps": "Steps of the engine's loop that computed something",
+    "late_steps": "Steps launched when the device had already come to the end of the one before, and stood still",
+    "scheduling_us": "Microseconds in which the engine planned steps",
+    "launching_us": "Microseconds in which the engine launched steps, or computed them where it does so at once",
+    "waiting_us": "Microseconds in which the engine waited for the tokens of steps that it had launched",
     "copies": "Blocks copied on write",
     "swapped_out_blocks": "Blocks copied to host memory",
     "swapped_in_blocks": "Blocks brought back from host memory",
