@@ -78,8 +78,15 @@ def bind(host: str, port: int) -> socket.socket:
         raise StartupError(f"cannot listen on {host}:{port}: {reason}; choose another with --host or --port") from error
 
 
-async def serve(app: Starlette, listener: socket.socket, max_frame_bytes: int, stop: asyncio.Event) -> None:
-    """Run the application's lifespan, and in it a server until `stop` is set and what it was answering has ended.
+async def serve(
+    app: Starlette,
+    listener: socket.socket,
+    max_frame_bytes: int,
+    stop: asyncio.Event,
+    orphaned: asyncio.Event | None = None,
+) -> None:
+    """Run the application's lifespan, and in it a server until `stop` is set and what it was answering has ended. Once it
+    is `orphaned` nothing is waited for: whoever comes next wants the address.
 
     Raises:
         StartupError: whatever the lifespan cannot open.
@@ -102,7 +109,12 @@ async def serve(app: Starlette, listener: socket.socket, max_frame_bytes: int, s
         async def end() -> None:
             await stop.wait()
             if context is not None:
-                await context.service.drain(context.settings.drain_s)
+                waiting = [asyncio.create_task(context.service.drain(context.settings.drain_s))]
+                if orphaned is not None:
+                    waiting.append(asyncio.create_task(orphaned.wait()))
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in waiting:
+                    task.cancel()
             server.should_exit = True
 
         ender = asyncio.create_task(end(), name="end of the server")
@@ -113,18 +125,18 @@ async def serve(app: Starlette, listener: socket.socket, max_frame_bytes: int, s
 
 
 async def _main(settings: WebSettings) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop, stop, orphaned = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    _watch_parent(loop, stop)
+    _watch_parent(loop, stop, orphaned)
     app = build_app(settings)
     fd = settings.listen_fd
     with bind(settings.serve.host, settings.serve.port) if fd is None else socket.socket(fileno=fd) as listener:
-        await serve(app, listener, settings.serve.limits.max_frame_bytes, stop)
+        await serve(app, listener, settings.serve.limits.max_frame_bytes, stop, orphaned)
 
 
-def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Stop when the pipe on standard input closes; any other standard input is left alone."""
+def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, orphaned: asyncio.Event) -> None:
+    """Stop at once when the pipe on standard input closes; any other standard input is left alone."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -137,6 +149,7 @@ def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
             while os.read(0, 4096):
                 pass
         with contextlib.suppress(RuntimeError):  # the loop has ended first
+            loop.call_soon_threadsafe(orphaned.set)
             loop.call_soon_threadsafe(stop.set)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -62,13 +62,13 @@ class Child:
         return await self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask it to end, and after `timeout_s` end it, with whatever it has in its process group."""
+        """Ask it to end, and after `timeout_s` end it, with whatever it has in its process group. Its pipe stays open:
+        that we are there tells it that it may take its time.
+        """
         if self.exit_code is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()

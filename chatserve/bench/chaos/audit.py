@@ -29,7 +29,9 @@ _QUIET_S: Final = 60.0
 _ALARMS: Final = ("Traceback (most recent call last)", " CRITICAL ", "has crashed", "failed after its ack")
 _KEY: Final = re.compile(r"chatserve:\{[^}]+\}:(?P<kind>[a-z-]+)(?::(?P<session>[^:]+))?(?::.*)?")
 _OF_SESSION: Final = {"session", "metas", "texts", "tokens", "order", "events", "writes"}
-_ONLY_WHILE_GENERATING: Final = {"generating", "unfinished", "live-text", "live-tokens"}
+_ONLY_WHILE_GENERATING: Final = {"generating", "live-text", "live-tokens"}
+_WORKERS: Final = "chatserve:workers"
+"""The processes that are there; what any other one held must be forgotten."""
 
 
 async def check_person(person: Person, url: str, tally: Tally) -> None:
@@ -101,6 +103,8 @@ async def check_store(url: str, people: Sequence[Person]) -> list[str]:
     sessions = {session for person in people for session in person.ledgers}
     async with Redis.from_url(url, decode_responses=True) as client:
         found = [(key, await client.ttl(key)) async for key in client.scan_iter(count=1000)]
+        workers = {"chatserve:workers", *(f"chatserve:held:{owner}" for owner in await client.smembers(_WORKERS))}
+    found = [(key, ttl_s) for key, ttl_s in found if key not in workers]
     complaints = ((_complaint(key, ttl_s >= 0, sessions), key) for key, ttl_s in found)
     return [f"{complaint}: {key}" for complaint, key in complaints if complaint]
 
@@ -109,6 +113,8 @@ def _complaint(key: str, expires: bool, sessions: set[str]) -> str:  # noqa: FBT
     """What is wrong with a key that is there when nothing is being done; empty where nothing is."""
     if key in {"chatserve:schema", "chatserve:users"}:
         return ""
+    if key.startswith("chatserve:worker:"):
+        return "" if expires else "a sign of life that never ends"
     found = _KEY.fullmatch(key)
     kind, session = (found["kind"], found["session"]) if found else ("", "")
     if kind in _ONLY_WHILE_GENERATING:
