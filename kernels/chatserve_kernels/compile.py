@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from chatserve_kernels import compile_step
 from chatserve_kernels.attend import attend_kernel, merge_kernel
 from chatserve_kernels.configs import default_configs, prefill_configs
 from chatserve_kernels.forest_decode import MERGE_WARPS, MIN_DOT, TileConfig, merge_constants
@@ -138,18 +139,26 @@ def specialisations(head_dim: int, dtype: str) -> dict[str, Usage]:
     return usages
 
 
+def step_specialisations(dtype: str) -> dict[str, Usage]:
+    """The kernels around attention (see `compile_step`)."""
+    return {label: _compile(*recipe) for label, *recipe in compile_step.recipes(dtype)}
+
+
 def main() -> None:
     """Print every default specialisation's usage."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="*", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=list(_ELEMENTS))
+    parser.add_argument("--step", action="store_true", help="the kernels around attention instead")
     chosen = parser.parse_args()
-    results = {
-        label: usage._asdict()
-        for dtype in chosen.dtype
-        for head_dim in chosen.head_dim
-        for label, usage in specialisations(head_dim, dtype).items()
-    }
+    usages: dict[str, Usage] = {}
+    for dtype in chosen.dtype:
+        if chosen.step:
+            usages |= step_specialisations(dtype)
+        else:
+            for head_dim in chosen.head_dim:
+                usages |= specialisations(head_dim, dtype)
+    results = {label: usage._asdict() for label, usage in usages.items()}
     json.dump(results, sys.stdout, indent=1)
     print()
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def decode_attention(
@@ -83,3 +89,36 @@ def rope(heads: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) ->
     half = cos.shape[-1]
     a, b, rest = heads.double().split([half, half, heads.shape[-1] - 2 * half], -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def kept_tokens(
+    logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """Which of one row's tokens top-k, top-p and min-p leave, bool [vocab_size]: by a full sort, in float64."""
+    scores = logits.double() / temperature
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    ordered, order = torch.sort(scores, descending=True, stable=True)
+    if top_k:
+        kept &= scores >= ordered[min(top_k, len(ordered)) - 1]
+    share = torch.softmax(scores.masked_fill(~kept, -torch.inf), -1)
+    if top_p < 1.0:
+        before = torch.empty_like(share)
+        before[order] = share[order].cumsum(-1) - share[order]
+        kept &= scores >= scores[before < top_p].min()
+    return kept & (share >= min_p * share.max())
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
+    """Of one draw, float64 [vocab_size]: -log(-log(u)), u of the upper 52 bits of SplitMix64 (Steele, Lea and Flood
+    2014), which counts from the mixed (seed, position) by token id."""
+    golden = 0x9E3779B97F4A7C15
+
+    def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        x = (x ^ (x >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> 27)) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> 31)
+
+    seeds = np.array([seed], dtype=np.uint64)  # an array, since its products wrap without a warning
+    key = mix(mix(seeds) + np.uint64(golden * (position + 1) % 2**64))
+    bits = mix(key + np.uint64(golden) * np.arange(1, vocab_size + 1, dtype=np.uint64))
+    return torch.from_numpy(-np.log(-np.log(((bits >> np.uint64(12)) + 0.5) * 2.0**-52)))
