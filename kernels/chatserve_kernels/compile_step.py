@@ -1,13 +1,12 @@
-"""What `compile` compiles of the kernels around attention: sampling, and the fused ones, at the sizes of an 8B Llama."""
+"""What `compile` compiles of the kernels around attention: sampling, and the fused ones, at an 8B Llama's sizes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
 
-from chatserve_kernels import rope, sampling_kernels
+from chatserve_kernels import rope, sampling
 from chatserve_kernels.sampling import NUM_WARPS, SamplingWorkspace, chunk_constants
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def _sampling(dtype: str) -> Iterator[Recipe]:
             constants = chunk_constants(space) | {"HAS_COUNTS": has_counts, "DEPENDS": True}
             yield _recipe(
                 f"sampling {name} {dtype}{' penalties' * has_counts}",
-                getattr(sampling_kernels, f"{name}_kernel"),
+                getattr(sampling, f"{name}_kernel"),
                 types,
                 constants,
                 {"num_chunks", "num_groups", "position_offset"},

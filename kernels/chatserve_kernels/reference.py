@@ -91,6 +91,17 @@ def rope(heads: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) ->
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
+def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`heads` [num_tokens, num_heads, head_dim], each normalised, times `weight` [head_dim], in float64."""
+    wide = heads.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def to_e4m3(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """What an fp8 cache holds of x: the nearest float8_e4m3fn to x / scale within what the type holds."""
+    return (x / scale).clamp(-448.0, 448.0).float().to(torch.float8_e4m3fn)
+
+
 def kept_tokens(
     logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:

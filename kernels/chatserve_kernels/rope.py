@@ -239,4 +239,3 @@ def rope_store_kv(
         IS_FP8=is_fp8,
         num_warps=NUM_WARPS,
     )
-

@@ -29,17 +29,9 @@ import numpy as np
 import torch
 import triton
 
-from chatserve_kernels.sampling_kernels import (
-    AGREED,
-    FLOATS,
-    GROUP,
-    INTS,
-    ROW_WORDS,
-    bound_kernel,
-    choose_kernel,
-    chunk_kernel,
-    draw_kernel,
-)
+from chatserve_kernels.sampling_choose import choose_kernel
+from chatserve_kernels.sampling_kernels import bound_kernel, chunk_kernel, draw_kernel
+from chatserve_kernels.sampling_row import AGREED, FLOATS, GROUP, INTS, ROW_WORDS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

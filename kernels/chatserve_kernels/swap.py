@@ -10,175 +10,95 @@ Nothing here waits on the host. What must be waited for is an event that a strea
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from chatserve_kernels.cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import ArrayLike, NDArray
 
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
-_FIRST_WITH_BATCHES, _FIRST_WITHOUT_FAILED_INDEX = 12_080, 13_000
-_IN_STREAM_ORDER = 1
 
-
-class CudaError(RuntimeError):
-    """A call of the CUDA runtime failed."""
-
-
-def block_runs(sources: ArrayLike, targets: ArrayLike) -> NDArray[np.int64]:
-    """Runs of neighbours, int64 [num_runs, 3]: first source, first target, number of blocks, in the order given."""
-    pairs = np.stack([np.asarray(sources, np.int64), np.asarray(targets, np.int64)], axis=1).reshape(-1, 2)
+def block_runs(host_blocks: ArrayLike, device_blocks: ArrayLike, slab_blocks: int | None = None) -> NDArray[np.int64]:
+    """Runs of neighbours, int64 [num_runs, 3]: first host block, first device block, number of blocks, in the order
+    given. No run leaves a slab of the host's."""
+    pairs = np.stack([np.asarray(host_blocks, np.int64), np.asarray(device_blocks, np.int64)], axis=1)
     if not len(pairs):
         return np.empty((0, 3), np.int64)
-    starts = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)])
-    return np.column_stack([pairs[starts], np.diff(np.r_[starts, len(pairs)])])
+    begins = np.ones(len(pairs), dtype=bool)
+    begins[1:] = (np.diff(pairs, axis=0) != 1).any(axis=1)
+    if slab_blocks is not None:
+        begins |= pairs[:, 0] % slab_blocks == 0
+    starts = np.flatnonzero(begins)
+    return np.column_stack([pairs[starts], np.diff(starts, append=len(pairs))])
 
 
 class BlockMover:
     """Copies blocks out of, and into, `device_pool` [num_blocks, ...], from and to `host_pool` [num_host_blocks, ...].
 
-    The host pool must be pinned wherever it is copied from or to; see `pin`. Calls of one direction are carried out in
-    their order. A call waits for all work that the current stream has been given so far: a block may be moved out once
-    the step that fills it has been launched, and moved into a block that an earlier step still reads. Two things are
-    the caller's: to let the stream that overwrites or reads a target, or reuses a source, wait for the event of the
-    call, and to pass `after` where host blocks are read that an earlier call of the other direction writes.
+    The host pool must be pinned wherever it is copied from or to (see `host_pool`). Calls of one direction are carried
+    out in their order. A call waits for all work that the current stream has been given so far: a block may be moved
+    out once the step that fills it has been launched, and moved into a block that an earlier step still reads. Two
+    things are the caller's: to let the stream that overwrites or reads a target, or reuses a source, wait for the event
+    of the call, and to pass `after` where host blocks are read that an earlier call of the other direction writes.
     """
 
-    def __init__(self, device_pool: torch.Tensor, host_pool: torch.Tensor) -> None:
+    def __init__(self, device_pool: torch.Tensor, host_pool: torch.Tensor, *, slab_blocks: int | None = None) -> None:
+        """`slab_blocks`: how many host blocks were pinned together, where it was not all of them."""
         if not (device_pool.is_contiguous() and host_pool.is_contiguous()):
             raise ValueError("expected contiguous pools")
         self.block_bytes = device_pool[0].nbytes
-        if len(host_pool) and host_pool[0].nbytes != self.block_bytes:
+        if host_pool[0].nbytes != self.block_bytes:
             raise ValueError(f"expected host blocks of {self.block_bytes} bytes, got {host_pool[0].nbytes}")
-        self._device_pool, self._host_pool = device_pool, host_pool
-        self._runtime = Runtime()
-        device = device_pool.device
-        self.out_stream = torch.cuda.Stream(device)
-        self.into_stream = torch.cuda.Stream(device)
+        if not device_pool.is_cuda or host_pool.is_cuda:
+            raise ValueError(
+                f"expected pools of a CUDA device and the host, got {device_pool.device}, {host_pool.device}"
+            )
+        self._device_pool, self._host_pool, self._slab_blocks = device_pool, host_pool, slab_blocks
+        self._runtime = CudaRuntime()
+        self.out_stream = torch.cuda.Stream(device_pool.device)
+        self.into_stream = torch.cuda.Stream(device_pool.device)
 
-    def out(self, sources: ArrayLike, targets: ArrayLike, after: Iterable[torch.cuda.Event] = ()) -> torch.cuda.Event:
-        """Device blocks `sources` to host blocks `targets`; the event is at the end of the copies."""
-        return self._move(
-            self._device_pool, self._host_pool, sources, targets, self.out_stream, _DEVICE_TO_HOST, after
-        )
-
-    def into(self, sources: ArrayLike, targets: ArrayLike, after: Iterable[torch.cuda.Event] = ()) -> torch.cuda.Event:
-        """Host blocks `sources` to device blocks `targets`; the event is at the end of the copies."""
-        return self._move(
-            self._host_pool, self._device_pool, sources, targets, self.into_stream, _HOST_TO_DEVICE, after
-        )
-
-    def _move(
-        self,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        sources: ArrayLike,
-        targets: ArrayLike,
-        stream: torch.cuda.Stream,
-        kind: int,
-        after: Iterable[torch.cuda.Event],
+    def out(
+        self, device_blocks: ArrayLike, host_blocks: ArrayLike, after: Iterable[torch.cuda.Event] = ()
     ) -> torch.cuda.Event:
-        runs = block_runs(sources, targets)
-        _check(runs[:, 0], runs[:, 2], len(source))
-        _check(runs[:, 1], runs[:, 2], len(target))
+        """Copy device_blocks[i] over host_blocks[i], for each i; the event is at the end of the copies."""
+        host, device, sizes = self._runs(host_blocks, device_blocks)
+        self._begin(self.out_stream, after)
+        if len(sizes):
+            self._runtime.copy(device, host, sizes, DEVICE_TO_HOST, self.out_stream)
+        return self.out_stream.record_event()
+
+    def into(
+        self, host_blocks: ArrayLike, device_blocks: ArrayLike, after: Iterable[torch.cuda.Event] = ()
+    ) -> torch.cuda.Event:
+        """Copy host_blocks[i] over device_blocks[i], for each i; the event is at the end of the copies."""
+        host, device, sizes = self._runs(host_blocks, device_blocks)
+        self._begin(self.into_stream, after)
+        if len(sizes):
+            self._runtime.copy(host, device, sizes, HOST_TO_DEVICE, self.into_stream)
+        return self.into_stream.record_event()
+
+    def _runs(self, host_blocks: ArrayLike, device_blocks: ArrayLike) -> tuple[NDArray[np.int64], ...]:
+        """Addresses on the host, on the device, and bytes."""
+        runs = block_runs(host_blocks, device_blocks, self._slab_blocks)
+        _check("host", runs[:, 0], runs[:, 2], len(self._host_pool))
+        _check("device", runs[:, 1], runs[:, 2], len(self._device_pool))
+        offsets = runs * self.block_bytes
+        return self._host_pool.data_ptr() + offsets[:, 0], self._device_pool.data_ptr() + offsets[:, 1], offsets[:, 2]
+
+    @staticmethod
+    def _begin(stream: torch.cuda.Stream, after: Iterable[torch.cuda.Event]) -> None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         for event in after:
             stream.wait_event(event)
-        if len(runs):
-            first_source, first_target, lengths = runs.T * self.block_bytes
-            self._runtime.copy(
-                source.data_ptr() + first_source, target.data_ptr() + first_target, lengths, kind, stream
-            )
-        return stream.record_event()
 
 
-class _Location(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-
-class _CopyAttributes(ctypes.Structure):
-    _fields_ = [
-        ("source_access_order", ctypes.c_int),
-        ("source_location", _Location),
-        ("target_location", _Location),
-        ("flags", ctypes.c_uint),
-    ]
-
-
-class Runtime:
-    """The few calls of the CUDA runtime that torch does not offer, of the library that torch has loaded."""
-
-    def __init__(self) -> None:
-        torch.cuda.init()
-        self._library = ctypes.CDLL(_loaded_runtime())
-        version = ctypes.c_int()
-        self._check(self._library.cudaRuntimeGetVersion(ctypes.byref(version)), "cudaRuntimeGetVersion")
-        driver = ctypes.c_int()
-        self._check(self._library.cudaDriverGetVersion(ctypes.byref(driver)), "cudaDriverGetVersion")
-        self._version = version.value
-        self.has_batches = min(version.value, driver.value) >= _FIRST_WITH_BATCHES
-
-    def copy(
-        self,
-        sources: NDArray[np.int64],
-        targets: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        kind: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Copy sizes[i] bytes from address sources[i] to targets[i], in any order, after what the stream has."""
-        handle = ctypes.c_void_p(stream.cuda_stream)
-        if not self.has_batches or len(sizes) == 1:
-            for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
-                code = self._library.cudaMemcpyAsync(
-                    ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), kind, handle
-                )
-                self._check(code, "cudaMemcpyAsync")
-            return
-        attributes = _CopyAttributes(source_access_order=_IN_STREAM_ORDER)
-        first = ctypes.c_size_t(0)
-        arrays = [np.ascontiguousarray(array, dtype=np.uint64) for array in (targets, sources, sizes)]
-        arguments = [
-            *(ctypes.c_void_p(array.ctypes.data) for array in arrays),
-            ctypes.c_size_t(len(sizes)),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-        ]
-        if self._version < _FIRST_WITHOUT_FAILED_INDEX:
-            arguments.append(ctypes.byref(ctypes.c_size_t()))
-        self._check(self._library.cudaMemcpyBatchAsync(*arguments, handle), "cudaMemcpyBatchAsync")
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Pin a host tensor's pages where they are."""
-        code = self._library.cudaHostRegister(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), 1)
-        self._check(code, f"pinning {tensor.nbytes} bytes of host memory")
-
-    def unpin(self, tensor: torch.Tensor) -> None:
-        """Undo `pin`; the tensor must be the same."""
-        self._check(self._library.cudaHostUnregister(ctypes.c_void_p(tensor.data_ptr())), "unpinning host memory")
-
-    def _check(self, code: int, what: str) -> None:
-        if code:
-            self._library.cudaGetErrorString.restype = ctypes.c_char_p
-            raise CudaError(f"{what}: {self._library.cudaGetErrorString(code).decode()} ({code})")
-
-
-def _check(first: NDArray[np.int64], lengths: NDArray[np.int64], num_blocks: int) -> None:
+def _check(what: str, first: NDArray[np.int64], lengths: NDArray[np.int64], num_blocks: int) -> None:
     if len(first) and (first.min() < 0 or (first + lengths).max() > num_blocks):
-        raise ValueError(f"expected blocks of 0 to {num_blocks - 1}, got {first.min()} to {(first + lengths).max() - 1}")
-
-
-def _loaded_runtime() -> str:
-    """The path of the libcudart that this process has mapped."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split()[-1]
-        if Path(path).name.startswith("libcudart"):
-            return path
-    raise CudaError("no libcudart is loaded: is torch built for CUDA?")
+        span = f"{first.min()} to {(first + lengths).max() - 1}"
+        raise ValueError(f"expected {what} blocks from 0 to {num_blocks - 1}, got {span}")

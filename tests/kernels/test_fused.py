@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chatserve_kernels import reference
-from chatserve_kernels.fused import add_rms_norm, copy_blocks, rope_store_kv, silu_mul
+from chatserve_kernels.fused import add_rms_norm, copy_blocks, silu_mul
 
 from tests.kernels.decode_cases import DEVICE, TOLERANCE
 
@@ -50,33 +50,6 @@ def test_silu_of_large_gates_is_the_gate_or_zero():
     assert_close(silu_mul(gate_up), torch.tensor([[80.0, 0.0]], device=DEVICE).double())
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "rotated"),
-    [(9, 3, 64, 64), (4, 4, 80, 32), (2, 1, 96, 96), (7, 1, 128, 64)],
-)
-def test_rope_and_kv_write(num_heads, num_kv_heads, head_dim, rotated, dtype):
-    """Into an interleaved pool, with a padding row, and leaving every other slot as it was."""
-    num_tokens, block_size = 5, 16
-    query = randn(num_tokens, num_heads + 1, head_dim, dtype=dtype)[:, 1:]
-    key, value = (randn(num_tokens, 2, num_kv_heads, head_dim, dtype=dtype)[:, index] for index in range(2))
-    angles = torch.arange(70, device=DEVICE)[:, None] * torch.logspace(0, -4, rotated // 2, device=DEVICE)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
-    positions = torch.tensor([0, 17, 33, 69, 5], device=DEVICE)
-    slots = torch.tensor([0, 17, 47, -1, 31], device=DEVICE)
-    pool = torch.full((3, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype, device=DEVICE)
-    before = query.clone()
-    rope_store_kv(query, key, value, pool[:, 1, 0], pool[:, 1, 1], positions, slots, cos_sin)
-    kept = slots >= 0
-    assert_close(query[kept], reference.rope(before, positions, cos_sin)[kept])
-    assert torch.equal(query[~kept], before[~kept])
-    blocks, tokens = slots[kept] // block_size, slots[kept] % block_size
-    assert_close(pool[blocks, 1, 0, :, tokens], reference.rope(key, positions, cos_sin)[kept])
-    assert torch.equal(pool[blocks, 1, 1, :, tokens], value[kept])
-    pool[blocks, 1, :, :, tokens] = torch.nan
-    assert pool.isnan().all()
-
-
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_block_copies(block_size):
     pool = randn(9, 2, 2, 3, block_size, 20, dtype=torch.bfloat16)
@@ -91,14 +64,3 @@ def test_wrong_layouts_are_refused():
         silu_mul(randn(4, 8).T)
     with pytest.raises(ValueError, match="contiguous pool"):
         copy_blocks(randn(4, 8).T, torch.tensor([0]), torch.tensor([1]))
-    with pytest.raises(ValueError, match="angles of at most 4"):
-        rope_store_kv(
-            randn(1, 1, 4),
-            randn(1, 1, 4),
-            randn(1, 1, 4),
-            randn(1, 1, 16, 4),
-            randn(1, 1, 16, 4),
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros(1, dtype=torch.int64),
-            randn(3, 8),
-        )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from chatserve_kernels import reference, sampling
 from chatserve_kernels.sampling import SamplingWorkspace, count_tokens, greedy_rows, sample_tokens, to_words
-from chatserve_kernels.sampling_kernels import _gumbel, _random
+from chatserve_kernels.sampling_noise import gumbel_noise, random_bits
 
 from chatserve.model import sampler
 from chatserve.model.sampler import TokenHistory
@@ -191,16 +191,16 @@ def test_draws_under_the_bound_below_which_noise_is_not_evaluated():
 
 
 @triton.jit
-def noise_kernel(out, key, N: tl.constexpr):
-    ids = tl.arange(0, N)
-    tl.store(out + ids, _gumbel(_random(tl.load(key).to(tl.uint64, bitcast=True), ids)))
+def noise_kernel(out, key, SIZE: tl.constexpr):  # noqa: N803 - Triton's convention
+    ids = tl.arange(0, SIZE)
+    tl.store(out + ids, gumbel_noise(random_bits(tl.load(key).to(tl.uint64, bitcast=True), ids)))
 
 
 def test_noise_is_the_cpu_samplers_and_gumbel_distributed():
     size = 2**17
     keys = torch.from_numpy(sampler.draw_keys([12], [34])).to(DEVICE)
     out = torch.empty(size, device=DEVICE)
-    noise_kernel[(1,)](out, keys, N=size)
+    noise_kernel[(1,)](out, keys, SIZE=size)
     expected = sampler.gumbel_noise(keys, torch.arange(size, device=DEVICE)[None])[0]
     assert (out - expected).abs().max() < 4e-6
     # Pearson's statistic over 64 bins of equal probability; five standard deviations above its mean.
@@ -254,6 +254,6 @@ def test_what_the_kernels_cannot_use_is_refused():
             sample_tokens(*arguments, workspace)
     with pytest.raises(ValueError, match="int32 counts of 32 tokens"):
         sample_tokens(logits, words, positions, workspace, counts=torch.zeros(1, 31, dtype=torch.int32))
-    with pytest.raises(ValueError, match="rows of sampling.ROW"):
+    with pytest.raises(ValueError, match=r"rows of sampling\.ROW"):
         to_words(np.zeros(3))
     assert sample_tokens(logits[:0], words[:0], positions[:0], workspace).numel() == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from chatserve_kernels.bench import fused, workloads
+from chatserve_kernels.bench import fused, sampling, swap, workloads
 from chatserve_kernels.bench.decode import FlashInfer, Ours, copy_bandwidth, free, plan_us
 from chatserve_kernels.bench.workloads import Workload
 
@@ -26,11 +26,12 @@ TABLES = {
     "uneven": workloads.UNEVEN,
     "break-even": workloads.BREAK_EVEN,
 }
+OTHER_TABLES = ("fused", "sampling", "swap")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", nargs="*", choices=[*TABLES, "fused"], default=[*TABLES, "fused"])
+    parser.add_argument("--tables", nargs="*", choices=[*TABLES, *OTHER_TABLES], default=[*TABLES, *OTHER_TABLES])
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     parser.add_argument("--rep", type=int, default=100, help="milliseconds a measurement")
     parser.add_argument("--no-rivals", action="store_true")
@@ -43,6 +44,13 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     if "fused" in chosen.tables:
         rows += _fused(ceiling, chosen.rep)
+    if "sampling" in chosen.tables:
+        rows += _with_rates([*sampling.measure(256, chosen.rep), *sampling.measure(1, chosen.rep)], ceiling)
+    if "swap" in chosen.tables:
+        for row in swap.measure():
+            _print(row)
+            rows.append(row)
+        free()
     tables = [table for table in TABLES if table in chosen.tables]
     if tables:
         rows += _ours(tables, ceiling, chosen.rep)
@@ -55,7 +63,10 @@ def main() -> None:
 
 
 def _fused(ceiling: float, rep: int) -> list[dict[str, object]]:
-    rows = [*fused.measure(4096, rep), *fused.measure(64, rep), fused.measure_block_copy(rep)]
+    return _with_rates([*fused.measure(4096, rep), *fused.measure(64, rep), fused.measure_block_copy(rep)], ceiling)
+
+
+def _with_rates(rows: list[dict[str, object]], ceiling: float) -> list[dict[str, object]]:
     for row in rows:
         per_s = float(str(row["bytes"])) / float(str(row["us"])) * 1e6
         row |= {"tb_per_s": per_s / 1e12, "of_copy": per_s / ceiling}

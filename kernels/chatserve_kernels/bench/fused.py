@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HIDDEN, MLP = 4096, 14336
+ROPE_BYTES = 2 * (HEADS + 2 * KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4
 CACHE_BYTES = 60e6
 """What the L2 cache holds: inputs rotate through three times as much, so that memory is what is measured."""
 
@@ -23,7 +24,9 @@ def measure(num_tokens: int, rep: int) -> Iterator[dict[str, object]]:
     for name, make, moved in (
         ("add + RMSNorm", _norm, 4 * HIDDEN * 2),
         ("SiLU x mul", _silu, 3 * MLP * 2),
-        ("RoPE + KV write", _rope, 2 * (HEADS + 2 * KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4),
+        ("RoPE + KV write", _rope, ROPE_BYTES),
+        ("norms + RoPE + KV write", _normed_rope, ROPE_BYTES),
+        ("RoPE + fp8 KV write", _fp8_rope, ROPE_BYTES - 2 * KV_HEADS * HEAD_DIM),
     ):
         copies = max(1, round(3 * CACHE_BYTES / (num_tokens * moved))) if num_tokens > 256 else 1
         calls = [make(num_tokens) for _ in range(copies)]
@@ -56,11 +59,24 @@ def _silu(num_tokens: int) -> Callable[[], object]:
     return lambda: silu_mul(gate_up, out)
 
 
-def _rope(num_tokens: int) -> Callable[[], object]:
+def _rope(
+    num_tokens: int, norms: tuple[torch.Tensor, torch.Tensor] | None = None, cache: torch.dtype = DTYPE
+) -> Callable[[], object]:
     qkv = _randn(num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     query, key, value = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
-    pool = _randn(num_tokens // BLOCK + 1, 2, KV_HEADS, BLOCK, HEAD_DIM)
+    pool = _randn(num_tokens // BLOCK + 1, 2, KV_HEADS, BLOCK, HEAD_DIM).to(cache)
+    scales = None if cache == DTYPE else torch.rand(2, device="cuda") + 0.5
     cos_sin = torch.randn(num_tokens, HEAD_DIM, device="cuda")
     positions = torch.arange(num_tokens, device="cuda")
     slots = torch.randperm(num_tokens, device="cuda")
-    return lambda: rope_store_kv(query, key, value, pool[:, 0], pool[:, 1], positions, slots, cos_sin)
+    return lambda: rope_store_kv(
+        query, key, value, pool[:, 0], pool[:, 1], positions, slots, cos_sin, norms=norms, eps=1e-6, kv_scales=scales
+    )
+
+
+def _normed_rope(num_tokens: int) -> Callable[[], object]:
+    return _rope(num_tokens, norms=(_randn(HEAD_DIM), _randn(HEAD_DIM)))
+
+
+def _fp8_rope(num_tokens: int) -> Callable[[], object]:
+    return _rope(num_tokens, cache=torch.float8_e4m3fn)
