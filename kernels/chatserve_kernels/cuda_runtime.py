@@ -90,6 +90,11 @@ class CudaRuntime:
         """Undo `pin`; the tensor must be the same."""
         self._check(self._library.cudaHostUnregister(ctypes.c_void_p(tensor.data_ptr())), "unpinning host memory")
 
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            self._library.cudaGetErrorString.restype = ctypes.c_char_p
+            raise CudaError(f"{what}: {self._library.cudaGetErrorString(code).decode()} ({code})")
+
 
 def _loaded_runtime() -> str:
     """The path of the libcudart that this process has mapped."""

@@ -52,11 +52,14 @@ ROW = np.dtype(
 """One row's settings. top_k 0, top_p 1 and min_p 0 are off; count_slot -1: no penalties."""
 
 CHUNK = 8192
-PART = 2048
+PART = 512
 OPEN_PER_CHUNK = 1024
 """Tokens in doubt that a chunk's list holds; a row with more is searched as a whole, which is slower."""
 TILE = 4096
-NUM_WARPS = {"chunk": 8, "bound": 8, "draw": 8, "choose": 8}
+PROGRAMS = 1056
+"""Of the kernels that go by chunks, in all; at least one a row, at most one a chunk."""
+NUM_WARPS = {"chunk": 8, "bound": 8, "draw": 4, "choose": 8}
+MAXNREG = {"chunk": None, "bound": None, "draw": None, "choose": None}
 
 
 def greedy_rows(num_rows: int) -> NDArray[np.void]:
@@ -154,7 +157,9 @@ def sample_tokens(
     options = {"HAS_COUNTS": counts is not None, "DEPENDS": logits.is_cuda}
     if logits.is_cuda:
         options["launch_pdl"] = True
-    grid = (space.num_chunks, num_rows)
+    # Each program prepares its row before its chunks, so there are no more programs than keep the device busy.
+    programs_a_row = max(1, min(space.num_chunks, triton.cdiv(PROGRAMS, num_rows)))
+    grid = (programs_a_row, num_rows)
     chunk_kernel[grid](
         logits,
         rows,
@@ -167,6 +172,7 @@ def sample_tokens(
         **_of(chunk_kernel, constants),
         **options,
         num_warps=NUM_WARPS["chunk"],
+        maxnreg=MAXNREG["chunk"],
     )
     bound_kernel[grid](
         logits,
@@ -180,6 +186,7 @@ def sample_tokens(
         **_of(bound_kernel, constants),
         **options,
         num_warps=NUM_WARPS["bound"],
+        maxnreg=MAXNREG["bound"],
     )
     draw_kernel[grid](
         logits,
@@ -196,6 +203,7 @@ def sample_tokens(
         **_of(draw_kernel, constants),
         **options,
         num_warps=NUM_WARPS["draw"],
+        maxnreg=MAXNREG["draw"],
     )
     choose_kernel[(num_rows,)](
         out,
@@ -213,6 +221,7 @@ def sample_tokens(
         **_of(choose_kernel, constants),
         **options,
         num_warps=NUM_WARPS["choose"],
+        maxnreg=MAXNREG["choose"],
     )
     return out
 

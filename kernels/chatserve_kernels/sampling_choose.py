@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from chatserve_kernels.sampling_noise import (
     draw_key,
     gumbel_noise,
-    random_bits,
+    unfinished_bits,
 )
 from chatserve_kernels.sampling_row import (
     AGREED,
@@ -17,6 +17,7 @@ from chatserve_kernels.sampling_row import (
     FLOATS,
     HIGH,
     INTS,
+    LOG2_E,
     LOW,
     NO_ID,
     OPEN,
@@ -29,6 +30,7 @@ from chatserve_kernels.sampling_row import (
     TOP_ID,
     WANTED,
     depth_of,
+    exp2,
     first_largest,
     float_setting,
     inverse_temperature,
@@ -129,7 +131,7 @@ def choose_kernel(
         open_best = tl.max(opens, 0)
         token = sure_id
         # What is no better than the bound need not be the best of those whose noise was not evaluated.
-        unseen = (has_top_k == 0) & (high <= 0.0) & (sure <= -tl.log(tl.load(agreed + CHANCE)))
+        unseen = (has_top_k == 0) & (high <= 0.0) & (sure <= -tl.log2(tl.load(agreed + CHANCE)))
         if has_top_k | unseen | (sure == -float("inf")) | (open_best > sure):
             lengths = tl.load(ints + OPEN_COUNT * num_chunks + chunks, mask=mask, other=0)
             longest = tl.max(lengths, 0)
@@ -167,7 +169,7 @@ def choose_kernel(
                     masses = tl.zeros([TILE], tl.float32)
                     for tile in range(num_tiles):
                         ids, d = _open_tokens(tile, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
-                        masses += tl.where(d >= low, tl.exp(d), 0.0)
+                        masses += tl.where(d >= low, exp2(d), 0.0)
                     wanted = tl.maximum(tl.sum(masses, 0) * top_p, 1e-30)
                 low = tl.maximum(low, min_p_cut(words))
             passed = -float("inf")
@@ -179,7 +181,9 @@ def choose_kernel(
                 for tile in range(num_tiles):
                     ids, d = _open_tokens(tile, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
                     score = tl.where(
-                        (d >= low) & (d > passed) & (d < high), d + gumbel_noise(random_bits(key, ids)), -float("inf")
+                        (d >= low) & (d > passed) & (d < high),
+                        d + gumbel_noise(unfinished_bits(key, ids)) * LOG2_E,
+                        -float("inf"),
                     )
                     is_better = score > noisy
                     noisy = tl.where(is_better, score, noisy)
@@ -193,7 +197,7 @@ def choose_kernel(
                         masses = tl.zeros([TILE], tl.float32)
                         for tile in range(num_tiles):
                             _other_ids, other_d = _open_tokens(tile, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
-                            masses += tl.where((other_d > best_d) & (other_d < high), tl.exp(other_d), 0.0)
+                            masses += tl.where((other_d > best_d) & (other_d < high), exp2(other_d), 0.0)
                         mass = surely + tl.sum(masses, 0)
                     if mass < wanted:
                         token = best_id

@@ -13,7 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from chatserve_kernels.sampling_noise import (
     draw_key,
     gumbel_noise,
-    random_bits,
+    least_complement,
+    unfinished_bits,
 )
 from chatserve_kernels.sampling_row import (
     ABOVE,
@@ -25,6 +26,7 @@ from chatserve_kernels.sampling_row import (
     GUESS,
     HIGH,
     INTS,
+    LOG2_E,
     LOW,
     MASS,
     NO_ID,
@@ -40,6 +42,7 @@ from chatserve_kernels.sampling_row import (
     WANTED,
     bracket,
     depth_of,
+    exp2,
     first_largest,
     float_setting,
     inverse_temperature,
@@ -73,28 +76,33 @@ def chunk_kernel(
     if DEPENDS:
         gdc_wait()
         gdc_launch_dependents()
-    chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     words = rows + row * ROW_WORDS
-    floats += row * FLOATS * num_chunks + chunk
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = penalised_logits(logits + row * logits_stride, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
-    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124 - NaN is not equal to itself
-    top, top_id = first_largest(x, ids)
-    tl.store(floats + TOP * num_chunks, top)
-    tl.store(ints + row * INTS * num_chunks + TOP_ID * num_chunks + chunk, top_id)
+    logits += row * logits_stride
+    floats += row * FLOATS * num_chunks
+    ints += row * INTS * num_chunks
+    maxima += row * num_groups
     temperature, inverse = inverse_temperature(words)
-    if temperature > 0.0:
-        base = tl.where(is_finite(top), top, 0.0)
-        d = tl.maximum((x - base) * inverse, FAINT)
-        e = tl.exp(tl.minimum(d, 0.0))
-        tl.store(floats + MASS * num_chunks, tl.sum(e, 0))
-        tl.store(floats + (MASS + 1) * num_chunks, tl.sum(e * d, 0))
-        tl.store(floats + (MASS + 2) * num_chunks, tl.sum(e * d * d, 0))
-        if tl.load(words + 1) > 0:
-            group = tl.max(tl.reshape(x, [CHUNK // GROUP, GROUP]), 1)
-            at = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-            tl.store(maxima + row * num_groups + at, group, mask=at < num_groups)
+    top_k = tl.load(words + 1)
+    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = penalised_logits(logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
+        x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124 - NaN is not equal to itself
+        top = tl.max(x, 0)
+        tl.store(floats + TOP * num_chunks + chunk, top)
+        if (temperature <= 0.0) | (not is_finite(top)):  # a row whose largest is infinite is as greedy
+            tl.store(ints + TOP_ID * num_chunks + chunk, tl.min(tl.where(x == top, ids, NO_ID), 0))
+        if temperature > 0.0:
+            base = tl.where(is_finite(top), top, 0.0)
+            d = tl.maximum((x - base) * inverse, FAINT)
+            e = exp2(tl.minimum(d, 0.0))
+            tl.store(floats + MASS * num_chunks + chunk, tl.sum(e, 0))
+            tl.store(floats + (MASS + 1) * num_chunks + chunk, tl.sum(e * d, 0))
+            tl.store(floats + (MASS + 2) * num_chunks + chunk, tl.sum(e * d * d, 0))
+            if top_k > 0:
+                group = tl.max(tl.reshape(x, [CHUNK // GROUP, GROUP]), 1)
+                at = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+                tl.store(maxima + at, group, mask=at < num_groups)
 
 
 @triton.jit
@@ -121,7 +129,6 @@ def bound_kernel(
     if DEPENDS:
         gdc_wait()
         gdc_launch_dependents()
-    chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     words = rows + row * ROW_WORDS
     temperature, inverse = inverse_temperature(words)
@@ -132,7 +139,7 @@ def bound_kernel(
             top_k = tl.load(words + 1)
             top_p = float_setting(words, 2)
             if (top_k > 0) & (top_k < vocab_size):
-                if chunk == 0:
+                if tl.program_id(0) == 0:
                     groups = tl.arange(0, GROUPS_PAD)
                     group = tl.load(maxima + row * num_groups + groups, mask=groups < num_groups, other=-float("inf"))
                     depth = depth_of((group - top) * inverse)
@@ -146,17 +153,18 @@ def bound_kernel(
                     tl.store(agreed + row * AGREED + GUESS, -kept.to(tl.float32, bitcast=True))
             elif top_p < 1.0:
                 _total, mean, deviation = total_mass(floats, top, inverse, num_chunks, CHUNKS_PAD)
-                ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                row_logits = logits + row * logits_stride
-                x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
-                d = (x - top) * inverse
-                e = tl.exp(d)
-                for index in tl.static_range(THRESHOLDS):
-                    threshold = top_p_threshold(index, mean, deviation, top_p)
-                    if chunk == 0:
-                        tl.store(agreed + row * AGREED + GUESS + index, threshold)
-                    above = tl.where(d >= threshold, e, 0.0)
-                    tl.store(floats + (ABOVE + index) * num_chunks + chunk, tl.sum(above, 0))
+                if tl.program_id(0) == 0:
+                    for index in tl.static_range(THRESHOLDS):
+                        tl.store(agreed + row * AGREED + GUESS + index, top_p_threshold(index, mean, deviation, top_p))
+                for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+                    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                    row_logits = logits + row * logits_stride
+                    x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
+                    d = (x - top) * inverse
+                    e = exp2(d)
+                    for index in tl.static_range(THRESHOLDS):
+                        above = tl.where(d >= top_p_threshold(index, mean, deviation, top_p), e, 0.0)
+                        tl.store(floats + (ABOVE + index) * num_chunks + chunk, tl.sum(above, 0))
 
 
 @triton.jit
@@ -191,7 +199,6 @@ def draw_kernel(
     if DEPENDS:
         gdc_wait()
         gdc_launch_dependents()
-    chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     words = rows + row * ROW_WORDS
     temperature, inverse = inverse_temperature(words)
@@ -206,44 +213,46 @@ def draw_kernel(
                 words, floats, agreed + GUESS, total, vocab_size, num_chunks, CHUNKS_PAD
             )
             chance = noise_chance(words, total)
-            if chunk == 0:
+            if tl.program_id(0) == 0:
                 tl.store(agreed + LOW, low)
                 tl.store(agreed + HIGH, high)
                 tl.store(agreed + SURELY, surely)
                 tl.store(agreed + WANTED, wanted)
                 tl.store(agreed + CHANCE, chance)
-            chance *= 1.0001
+            chance *= 1.0001 * 2.0**32
             top_k = tl.load(words + 1)
             has_top_k = (top_k > 0) & (top_k < vocab_size)
             key = draw_key(words, tl.load(positions + row) + position_offset)
-            sure, open_best, sure_id, count = -float("inf"), -float("inf"), NO_ID, 0
-            chunk_top = tl.load(floats + TOP * num_chunks + chunk)
-            if (chunk_top - top) * inverse >= low:
-                for first in range(chunk * CHUNK, (chunk + 1) * CHUNK, PART):
-                    ids = first + tl.arange(0, PART)
-                    row_logits = logits + row * logits_stride
-                    x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
-                    d = (x - top) * inverse
-                    is_kept = (d >= low) & (ids < vocab_size)
-                    is_open = is_kept & (d < high)
-                    num_open = tl.sum(is_open.to(tl.int32), 0)
-                    if num_open > 0:
-                        at = count + tl.cumsum(is_open.to(tl.int32), 0) - 1
-                        mask = is_open & (at < OPEN_PAD)
-                        at += (row * num_chunks + chunk) * OPEN_PAD
-                        tl.store(open_ids + at, ids, mask=mask)
-                        tl.store(open_scores + at, d, mask=mask)
-                        count += num_open
-                    if not has_top_k:
-                        bits = random_bits(key, ids)
-                        v = (~bits >> 32).to(tl.uint32).to(tl.float32) * 2.0**-32
-                        if tl.max((is_kept & (v <= tl.exp(d) * chance)).to(tl.int32), 0) > 0:
-                            noisy = tl.where(is_kept, d + gumbel_noise(bits), -float("inf"))
-                            best, best_id = first_largest(tl.where(is_open, -float("inf"), noisy), ids)
-                            sure_id = tl.where(best > sure, best_id, sure_id)
-                            sure = tl.maximum(sure, best)
-                            open_best = tl.maximum(open_best, tl.max(tl.where(is_open, noisy, -float("inf")), 0))
-            tl.store(floats + SURE * num_chunks + chunk, sure)
-            tl.store(floats + OPEN * num_chunks + chunk, open_best)
-            tl.store(ints + SURE_ID * num_chunks + chunk, sure_id)
-            tl.store(ints + OPEN_COUNT * num_chunks + chunk, count)
+            for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+                sure, open_best, sure_id, count = -float("inf"), -float("inf"), NO_ID, 0
+                list_start = (row * num_chunks + chunk) * OPEN_PAD
+                chunk_top = tl.load(floats + TOP * num_chunks + chunk)
+                if (chunk_top - top) * inverse >= low:
+                    for first in range(chunk * CHUNK, (chunk + 1) * CHUNK, PART):
+                        ids = first + tl.arange(0, PART)
+                        row_logits = logits + row * logits_stride
+                        x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
+                        d = tl.where(ids < vocab_size, (x - top) * inverse, -float("inf"))
+                        if (tl.max(d, 0) >= low) & (first < vocab_size):
+                            is_open = (d >= low) & (d < high) & (ids < vocab_size)
+                            bits = unfinished_bits(key, ids)
+                            may_win = (d >= low) & (least_complement(bits) <= exp2(d) * chance)
+                            # Both in one sum: a part has fewer than 2^16 tokens.
+                            found = tl.sum(is_open.to(tl.int32) + (may_win.to(tl.int32) << 16), 0)
+                            num_open = found & 0xFFFF
+                            if num_open > 0:
+                                at = count + tl.cumsum(is_open.to(tl.int32), 0) - 1
+                                mask = is_open & (at < OPEN_PAD)
+                                tl.store(open_ids + list_start + at, ids, mask=mask)
+                                tl.store(open_scores + list_start + at, d, mask=mask)
+                                count += num_open
+                            if (found > 0xFFFF) & (not has_top_k):
+                                noisy = tl.where(d >= low, d + gumbel_noise(bits) * LOG2_E, -float("inf"))
+                                best, best_id = first_largest(tl.where(is_open, -float("inf"), noisy), ids)
+                                sure_id = tl.where(best > sure, best_id, sure_id)
+                                sure = tl.maximum(sure, best)
+                                open_best = tl.maximum(open_best, tl.max(tl.where(is_open, noisy, -float("inf")), 0))
+                tl.store(floats + SURE * num_chunks + chunk, sure)
+                tl.store(floats + OPEN * num_chunks + chunk, open_best)
+                tl.store(ints + SURE_ID * num_chunks + chunk, sure_id)
+                tl.store(ints + OPEN_COUNT * num_chunks + chunk, count)

@@ -11,9 +11,14 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def _mix(x):
+def _mix_most(x):
     x = (x ^ (x >> 30)) * MIX_1
-    x = (x ^ (x >> 27)) * MIX_2
+    return (x ^ (x >> 27)) * MIX_2
+
+
+@triton.jit
+def _mix(x):
+    x = _mix_most(x)
     return x ^ (x >> 31)
 
 
@@ -27,9 +32,16 @@ def draw_key(words, position):
 
 
 @triton.jit
-def random_bits(key, ids):
-    """64 random bits a token: SplitMix64 (Steele, Lea and Flood 2014), counting from the key."""
-    return _mix(key + (ids + 1).to(tl.uint64) * GOLDEN)
+def unfinished_bits(key, ids):
+    """64 bits a token of SplitMix64 (Steele, Lea and Flood 2014), counting from the key, but for the last step."""
+    return _mix_most(key + (ids + 1).to(tl.uint32, bitcast=True).to(tl.uint64) * GOLDEN)
+
+
+@triton.jit
+def least_complement(unfinished):
+    """2^32 (1 - u), as far down as float32 and the unfinished bits put it, for the u that `gumbel_noise` takes."""
+    # The last step changes the lowest of the upper 32 bits and none above it.
+    return (~(unfinished >> 32).to(tl.uint32) & 0xFFFFFFFE).to(tl.float32)
 
 
 @triton.jit
@@ -41,12 +53,13 @@ def _unit(bits):
 
 
 @triton.jit
-def gumbel_noise(bits):
+def gumbel_noise(unfinished):
     """-log(-log(u)) for u of the upper 52 bits.
 
     Near u = 1, where draws are won, log(u) is a series in v = 1 - u, which the complement of the bits gives exactly:
     -log(1 - v) = 2 artanh(v / (2 - v)).
     """
+    bits = unfinished ^ (unfinished >> 31)
     v = _unit(~bits)
     s = v / (2.0 - v)
     q = s * s

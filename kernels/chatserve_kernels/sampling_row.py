@@ -1,8 +1,8 @@
 """What the sampling kernels know of a row: its settings, its logits, and what its chunks' programs found.
 
-Notation: x a token's logit after penalties, M a row's largest, d = (x - M) / temperature <= 0 its score, e = exp(d) its
-weight, Z the sum of all weights. All comparisons are of d, computed everywhere by the same operations, so that tokens
-of equal d are treated alike.
+Notation: x a token's logit after penalties, M a row's largest, d = (x - M) / temperature / log(2) <= 0 its score,
+e = 2^d its weight, Z the sum of all weights. All comparisons are of d, computed everywhere by the same operations, so
+tokens of equal d are treated alike.
 
 `floats` [num_rows, FLOATS, num_chunks], `ints` [num_rows, INTS, num_chunks] and `agreed` [num_rows, AGREED] carry it
 from kernel to kernel.
@@ -15,15 +15,16 @@ import triton.language as tl
 
 ROW_WORDS = tl.constexpr(10)
 GROUP = tl.constexpr(32)
-THRESHOLDS = tl.constexpr(6)
+THRESHOLDS = tl.constexpr(5)
+THRESHOLDS_PAD = tl.constexpr(8)
 
 # floats
 TOP = tl.constexpr(0)  # largest x
 MASS = tl.constexpr(1)  # of weights relative to TOP; times d; times d squared
 ABOVE = tl.constexpr(4)  # mass at or above each threshold
-SURE = tl.constexpr(4 + 6)  # largest noisy score of the tokens that are surely kept
-OPEN = tl.constexpr(5 + 6)  # and of those that may be
-FLOATS = tl.constexpr(6 + 6)
+SURE = tl.constexpr(4 + 5)  # largest noisy score of the tokens that are surely kept
+OPEN = tl.constexpr(5 + 5)  # and of those that may be
+FLOATS = tl.constexpr(6 + 5)
 # ints
 TOP_ID = tl.constexpr(0)
 SURE_ID = tl.constexpr(1)
@@ -31,18 +32,30 @@ OPEN_COUNT = tl.constexpr(2)
 INTS = tl.constexpr(3)
 # what a row's chunks agree on, written by one of them for the next kernel, since another may round differently
 GUESS = tl.constexpr(0)  # thresholds; of a row with top-k, one that no kept token is below
-LOW = tl.constexpr(6)
-HIGH = tl.constexpr(7)
-SURELY = tl.constexpr(8)
-WANTED = tl.constexpr(9)
-CHANCE = tl.constexpr(10)
-AGREED = tl.constexpr(11)
+LOW = tl.constexpr(5)
+HIGH = tl.constexpr(6)
+SURELY = tl.constexpr(7)
+WANTED = tl.constexpr(8)
+CHANCE = tl.constexpr(9)
+AGREED = tl.constexpr(10)
 
-FAINT = tl.constexpr(-80.0)
-"""Scores are taken as no lower where sums are made: exp(-80) is nothing beside 1, but 0 times infinity is NaN."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+FAINT = tl.constexpr(-115.0)
+"""Scores are taken as no lower where sums are made: 2^-115 is nothing beside 1, but 0 times infinity is NaN."""
 NO_ID = tl.constexpr(2**31 - 1)
 LIKELY = tl.constexpr(10.0)
 """How many tokens a row is expected to draw above the bound under which noise is not evaluated."""
+
+
+@triton.jit
+def exp2(x):
+    """Results under 2^-126 are 0, which spares three instructions a token."""
+    if IS_COMPILED:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
 
 
 @triton.jit
@@ -52,9 +65,9 @@ def float_setting(words, index: tl.constexpr):
 
 @triton.jit
 def inverse_temperature(words):
-    """A row's temperature, and its inverse, kept finite."""
+    """A row's temperature, and what scores are multiplied by, kept finite."""
     temperature = float_setting(words, 0)
-    return temperature, tl.minimum(1.0 / tl.maximum(temperature, 1e-37), 1e30)
+    return temperature, tl.minimum(1.0 / tl.maximum(temperature, 1e-37), 1e30) * LOG2_E
 
 
 @triton.jit
@@ -95,7 +108,7 @@ def total_mass(floats, top, inverse, num_chunks, CHUNKS_PAD: tl.constexpr):
     first = tl.load(floats + (MASS + 1) * num_chunks + chunks, mask=mask, other=0.0)
     second = tl.load(floats + (MASS + 2) * num_chunks + chunks, mask=mask, other=0.0)
     shift = tl.maximum((tops - top) * inverse, FAINT)
-    weight = tl.exp(shift)
+    weight = exp2(shift)
     total = tl.sum(weight * mass, 0)
     mean = tl.sum(weight * (first + shift * mass), 0) / total
     square = tl.sum(weight * (second + shift * (2.0 * first + shift * mass)), 0) / total
@@ -107,24 +120,22 @@ def top_p_threshold(index: tl.constexpr, mean, deviation, top_p):
     """The index-th guess, from above, of where d has top_p of the mass above it.
 
     Exact guesses are not needed: they only bound the cut. Were d normal under the weights, the cut would be `normal`
-    deviations below its mean (Phi's inverse by Lin 1990, to 0.01); so thresholds lie close around that, and others at a
-    distance for what is not normal at all.
+    deviations below its mean (Phi's inverse by Lin 1990, to 0.01). Long tails put it up to half a deviation lower for
+    top_p of 0.9 to 0.95, and more beyond.
     """
     larger = tl.minimum(tl.maximum(top_p, 1.0 - top_p), 0.999999)
     normal = 5.5556 * (1.0 - tl.exp(0.1186 * tl.log((1.0 - larger) / larger)))
     normal = tl.where(top_p < 0.5, normal, -normal)
     if index == 0:
-        offset: tl.constexpr = 1.2
+        offset: tl.constexpr = 0.4
     elif index == 1:
-        offset: tl.constexpr = 0.35
+        offset: tl.constexpr = 0.03
     elif index == 2:
-        offset: tl.constexpr = 0.04
+        offset: tl.constexpr = -0.15
     elif index == 3:
-        offset: tl.constexpr = -0.04
-    elif index == 4:
-        offset: tl.constexpr = -0.4
+        offset: tl.constexpr = -0.45
     else:
-        offset: tl.constexpr = -1.5
+        offset: tl.constexpr = -1.4
     return tl.minimum(mean + (normal + offset) * deviation, 0.0)
 
 
@@ -132,7 +143,6 @@ def top_p_threshold(index: tl.constexpr, mean, deviation, top_p):
 def bracket(words, floats, guesses, total, vocab_size, num_chunks, CHUNKS_PAD: tl.constexpr):
     """(low, high, mass at or above high, mass wanted): tokens below low are surely not kept, those at or above high
     surely are. With top-k nothing is sure but the floor, and what top-p and min-p take of the k is found later."""
-    chunks = tl.arange(0, CHUNKS_PAD)
     top_k = tl.load(words + 1)
     top_p = float_setting(words, 2)
     low = -float("inf")
@@ -145,16 +155,16 @@ def bracket(words, floats, guesses, total, vocab_size, num_chunks, CHUNKS_PAD: t
     else:
         if top_p < 1.0:
             wanted = tl.maximum(total * top_p, 1e-30)  # never 0, so that the largest is always kept
-            high = float("inf")
-            for index in tl.static_range(THRESHOLDS):
-                at = floats + (ABOVE + index) * num_chunks + chunks
-                mass = tl.sum(tl.load(at, mask=chunks < num_chunks, other=0.0), 0)
-                threshold = tl.load(guesses + index)
-                if mass < wanted:
-                    high = threshold
-                    surely = mass
-                else:
-                    low = tl.maximum(low, threshold)
+            chunks = tl.arange(0, CHUNKS_PAD)[None, :]
+            index = tl.arange(0, THRESHOLDS_PAD)
+            at = floats + (ABOVE + index[:, None]) * num_chunks + chunks
+            mask = (index[:, None] < THRESHOLDS) & (chunks < num_chunks)
+            masses = tl.sum(tl.load(at, mask=mask, other=0.0), 1)
+            thresholds = tl.load(guesses + index, mask=index < THRESHOLDS, other=float("inf"))
+            is_above = masses < wanted
+            high = tl.min(tl.where(is_above, thresholds, float("inf")), 0)
+            surely = tl.max(tl.where(is_above, masses, 0.0), 0)
+            low = tl.max(tl.where(is_above, -float("inf"), thresholds), 0)
         cut = min_p_cut(words)
         low = tl.maximum(low, cut)
         high = tl.maximum(high, cut)  # of what min-p leaves above top-p's bound, all is kept
@@ -171,7 +181,7 @@ def noise_chance(words, total):
 @triton.jit
 def min_p_cut(words):
     min_p = float_setting(words, 3)
-    return tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-37)), -float("inf"))
+    return tl.where(min_p > 0.0, tl.log2(tl.maximum(min_p, 1e-37)), -float("inf"))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from chatserve_kernels import reference, sampling
 from chatserve_kernels.sampling import SamplingWorkspace, count_tokens, greedy_rows, sample_tokens, to_words
-from chatserve_kernels.sampling_noise import gumbel_noise, random_bits
+from chatserve_kernels.sampling_noise import gumbel_noise, unfinished_bits
 
 from chatserve.model import sampler
 from chatserve.model.sampler import TokenHistory
@@ -116,13 +116,15 @@ def test_a_token_is_the_cpu_samplers():
     assert choose(logits, rows, positions) == sampler.sample(logits.cpu(), params, positions, [None] * len(params))
 
 
-def test_a_token_depends_on_its_own_row_alone():
+def test_a_token_depends_on_its_own_row_alone(monkeypatch):
+    """In another batch, in another place, and when a program takes all chunks of its row."""
     logits = randn(len(OPTIONS), 8300) * 2
     rows = make_rows(OPTIONS)
     together = choose(logits, rows)
     order = list(range(len(OPTIONS)))[::-4]
     assert choose(logits[order], rows[order], order) == [together[index] for index in order]
-    assert choose(logits[4:5].clone(), rows[4:5], [4]) == together[4:5]
+    monkeypatch.setattr(sampling, "PROGRAMS", 1)
+    assert choose(logits[2:6].clone(), rows[2:6], [2, 3, 4, 5]) == together[2:6]
 
 
 @pytest.mark.parametrize("value", [0.0, -3.0, 1e30])
@@ -193,7 +195,7 @@ def test_draws_under_the_bound_below_which_noise_is_not_evaluated():
 @triton.jit
 def noise_kernel(out, key, SIZE: tl.constexpr):  # noqa: N803 - Triton's convention
     ids = tl.arange(0, SIZE)
-    tl.store(out + ids, gumbel_noise(random_bits(tl.load(key).to(tl.uint64, bitcast=True), ids)))
+    tl.store(out + ids, gumbel_noise(unfinished_bits(tl.load(key).to(tl.uint64, bitcast=True), ids)))
 
 
 def test_noise_is_the_cpu_samplers_and_gumbel_distributed():
