@@ -30,6 +30,8 @@ class WaitingQueue:
         self._turns: OrderedDict[UserId, dict[RequestId, Request]] = OrderedDict()
         """Users in the order of their next turns, each with what they have waiting, oldest first."""
         self._num_new = 0
+        self.num_tokens = 0
+        """Tokens of all that wait, whatever is cached of them."""
 
     def __len__(self) -> int:
         return len(self._preempted) + self._num_new
@@ -48,9 +50,11 @@ class WaitingQueue:
         """A new request, behind its user's others."""
         self._turns.setdefault(request.user, {})[request.request_id] = request
         self._num_new += 1
+        self.num_tokens += len(request.token_ids)
 
     def push_preempted(self, request: Request) -> None:
         insort(self._preempted, request, key=by_arrival)
+        self.num_tokens += len(request.token_ids)
 
     def take(self, request: Request) -> None:
         """Remove an admitted request; its user's next turn comes after everyone else's."""
@@ -61,6 +65,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request that will not be admitted; nobody's turn changes."""
+        self.num_tokens -= len(request.token_ids)
         if request.phase is Phase.PREEMPTED:
             self._preempted.remove(request)
             return
@@ -85,6 +90,7 @@ class WaitingQueue:
 
     def check(self) -> None:
         assert all(request.phase is Phase.PREEMPTED for request in self._preempted)
+        assert self.num_tokens == sum(len(request.token_ids) for request in self.in_order())
         assert self._preempted == sorted(self._preempted, key=by_arrival)
         assert self._num_new == sum(len(waiting) for waiting in self._turns.values())
         for user, waiting in self._turns.items():

@@ -2,7 +2,8 @@
 
 Continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi-Serve, Agrawal et al. 2024): each step takes
 one token of every request that decodes, and fills what is left of the token budget with chunks of prompts, oldest
-first.
+first. While others decode, the chunks are small, so that a long prompt costs them a little of each of many steps and
+not all of one; the more is waiting, the larger they are.
 
 Steps may overlap: the next one is planned while others are in flight, as if each of their rows would go well and no
 token would end a generation. An end is found a step late, and the row that was one too many is dropped with whatever it
@@ -46,6 +47,11 @@ if TYPE_CHECKING:
     from chatserve.cache.kv_manager import KVManager
 
 
+MIN_CHUNK_TOKENS: Final = 128
+"""Tokens of prompts that a step takes beside rows that decode, if there are so many. A GPU that decodes for a few dozen
+sessions waits for its weights: so many tokens more cost it little time."""
+CHUNK_TURNS: Final = 48
+"""Where more is waiting, in about so many steps it is to be computed."""
 MIN_FETCHED_BLOCKS: Final = 8
 """Fewer blocks from the host than this are copied by the step that needs them, in less time than a turn of the loop."""
 
@@ -303,6 +309,11 @@ class Scheduler:
                 draft.add(request, length, ())
             else:
                 self._place(draft, request)
+        if len(draft):
+            backlog = self._queue.num_tokens + sum(
+                len(request.token_ids) - request.num_scheduled for request in prefilling
+            )
+            draft.budget = min(draft.budget, max(MIN_CHUNK_TOKENS, backlog // CHUNK_TURNS))
         for request in prefilling:
             if draft.budget > 0:
                 self._place(draft, request)

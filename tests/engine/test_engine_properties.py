@@ -5,6 +5,7 @@ over.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from chatserve.engine.messages import Hint, PathRef, Release
+from chatserve.sched.plan import StepFailedError, StepPlan
 from chatserve.types import RequestId, UserId
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
 from tests.fakes.fake_runner import FakeRunner, LateRunner
@@ -37,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         min_fetched_blocks=st.sampled_from([0, 1, 8]),
         max_in_flight=st.sampled_from([1, 2, 2, 3]),
+        fail_one_in=st.sampled_from([0, 0, 15]),
         seed=st.integers(0, 1000),
     )
     def start(
@@ -47,8 +50,16 @@ class EngineMachine(RuleBasedStateMachine):
         max_running: int,
         min_fetched_blocks: int,
         max_in_flight: int,
+        fail_one_in: int,
         seed: int,
     ) -> None:
+        luck = random.Random(seed)
+
+        def gate(plan: StepPlan) -> None:
+            if fail_one_in and plan.rows and luck.randrange(fail_one_in) == 0:
+                raise StepFailedError("out of memory")
+
+        self.may_fail = fail_one_in > 0
         options = {
             "num_blocks": num_blocks,
             "num_host_blocks": num_host_blocks,
@@ -56,11 +67,12 @@ class EngineMachine(RuleBasedStateMachine):
             "vocab_size": VOCAB,
             "stop_token_id": STOP,
             "stop_one_in": 9,
+            "gate": gate,
         }
         self.runner = (
             FakeRunner(**options)
             if max_in_flight == 1
-            else LateRunner(seed=seed, max_in_flight=max_in_flight, **options)
+            else LateRunner(seed=seed, max_in_flight=max_in_flight, fails_early=seed % 2 == 0, **options)
         )
         self.budget = budget
         self.engine = make_engine(
@@ -187,6 +199,9 @@ class EngineMachine(RuleBasedStateMachine):
                 assert text == full[: len(text)]
                 keep = self.kept[request_id]
                 num_kept = len(text) if keep is None else min(keep, len(text))
+            case "error":
+                assert self.may_fail
+                assert text == full[: len(text)]
             case other:
                 raise AssertionError(other)
         assert finished.path is not None

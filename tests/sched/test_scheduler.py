@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.outcome import Outcome
 from chatserve.sched.plan import StepPlan, StepResult
-from chatserve.sched.scheduler import Scheduler
+from chatserve.sched.scheduler import CHUNK_TURNS, MIN_CHUNK_TOKENS, Scheduler
 from chatserve.types import RequestId, SamplingParams, UserId
 from tests.fakes.plain_kv import Match, PlainKV
 
@@ -107,6 +107,37 @@ def test_a_long_prompt_is_computed_in_chunks_and_decoding_goes_on_beside_it() ->
         {"short": 1, "long": 15},
         {"short": 1, "long": 5},
     ]
+
+
+def test_a_long_prompt_beside_others_takes_a_little_of_many_steps_and_all_of_one_when_it_is_alone() -> None:
+    loop = Loop(num_blocks=4096, max_batched_tokens=8192, max_running=64)
+    for n in range(40):
+        loop.submit(f"r{n}", 4, max_tokens=200)
+    loop.step()
+    loop.submit("long", 8192, max_tokens=1)
+    chunks = []
+    while "long" not in loop.ended:
+        chunks.append(rows(loop.step())["long"])
+        assert len(loop.plans[-1].rows) == 41
+    assert sum(chunks) == 8192
+    assert max(chunks) <= 8192 // CHUNK_TURNS
+    assert len(chunks) <= 8192 // MIN_CHUNK_TOKENS
+    loop.run()
+    loop.submit("alone", 8192, max_tokens=1)
+    assert rows(loop.step()) == {"alone": 8192}
+
+
+def test_the_more_prompts_are_waiting_the_less_they_wait_for_those_who_decode() -> None:
+    loop = Loop(num_blocks=8192, max_batched_tokens=8192, max_running=64)
+    loop.submit("busy", 4, max_tokens=10_000)
+    loop.step()
+    for n in range(7):
+        loop.submit(f"r{n}", 4000, max_tokens=1, user=f"user{n}")
+    num_steps = 0
+    while not all(f"r{n}" in loop.ended for n in range(7)):
+        loop.step()
+        num_steps += 1
+    assert num_steps < 7 * 4000 / MIN_CHUNK_TOKENS * 0.75
 
 
 def test_the_oldest_prompt_moves_though_the_budget_is_no_more_than_the_rows() -> None:
