@@ -81,8 +81,8 @@ async def _measure(url: str) -> Table:
                 "a message, with its part of the events", f"{per_message:.0f}", f"bytes ({raw} of them text and ids)"
             )
 
-        for name, value, unit in await _measure_calls(store, user, sessions):
-            table.add_row(name, value, unit)
+            for name, value, unit in await _measure_calls(store, client, user, sessions):
+                table.add_row(name, value, unit)
     finally:
         await asyncio.gather(
             *(store.commit(Transaction(user=user, session=s, delete=True)) for s in sessions), return_exceptions=True
@@ -91,7 +91,9 @@ async def _measure(url: str) -> Table:
     return table
 
 
-async def _measure_calls(store: RedisStore, user: UserId, sessions: Sequence[SessionId]) -> list[tuple[str, str, str]]:
+async def _measure_calls(
+    store: RedisStore, client: redis.Redis, user: UserId, sessions: Sequence[SessionId]
+) -> list[tuple[str, str, str]]:
     rows = []
 
     async def ping(_: int) -> None:
@@ -115,17 +117,28 @@ async def _measure_calls(store: RedisStore, user: UserId, sessions: Sequence[Ses
     rows.append(("ping, one after another", f"{1 / (await _cost(ping, 500)).wall_s:,.0f}", "a second"))
     rows.append(("commit, one after another", f"{1 / (await _cost(commit_one, 500)).wall_s:,.0f}", "a second"))
     rows.append(("commit, 256 at once", f"{NUM_SESSIONS / (await _cost(commit_all, 5)).wall_s:,.0f}", "a second"))
-    for num_rows in (1, 16, NUM_SESSIONS):
+    sizes = ((1, 1), (16, 1), (NUM_SESSIONS, 1), (NUM_SESSIONS, 3))
+    for number, (num_rows, num_tokens) in enumerate(sizes):
         chosen = sessions[:num_rows]
-        await asyncio.gather(*(store.commit(_generate(user, session, num_rows)) for session in chosen))
+        await asyncio.gather(*(store.commit(_generate(user, session, number)) for session in chosen))
 
-        async def append(i: int, chosen: Sequence[SessionId] = chosen) -> None:
-            await store.append(_deltas(user, chosen, i, len(chosen)))
+        async def append(
+            i: int, chosen: Sequence[SessionId] = chosen, number: int = number, n: int = num_tokens
+        ) -> None:
+            await store.append(_deltas(user, chosen, n * i, number, n))
 
+        before = _server_cost(client)
         step = await _cost(append, NUM_STEPS)
-        rows.append((f"append, a step of {num_rows}", f"{step.wall_s * 1e3:.2f}", "ms"))
-        rows.append(("    each: until answered", f"{step.wall_s * 1e6 / num_rows:.1f}", "µs"))
-        rows.append(("    each: CPU of the caller", f"{step.cpu_s * 1e6 / num_rows:.1f}", "µs"))
+        server_s, log_bytes = (after - b for after, b in zip(_server_cost(client), before, strict=True))
+        total = num_rows * num_tokens
+        together = "" if num_tokens == 1 else f", {num_tokens} tokens at once"
+        rows.append((f"append, {num_rows} sessions{together}", f"{step.wall_s * 1e3:.2f}", "ms"))
+        rows.append(("    a token: until answered", f"{step.wall_s * 1e6 / total:.1f}", "µs"))
+        rows.append(("    a token: CPU of the caller", f"{step.cpu_s * 1e6 / total:.1f}", "µs"))
+        # One more step came first, to make connections.
+        rows.append(("    a token: CPU of the server", f"{server_s * 1e6 / total / (NUM_STEPS + 1):.1f}", "µs"))
+        if log_bytes > 0:  # else the server has just written its file anew
+            rows.append(("    a token: append-only file", f"{log_bytes / total / (NUM_STEPS + 1):.0f}", "bytes"))
     rows.append((f"load, {NUM_MESSAGES + 3} messages", f"{(await _cost(load, 200)).wall_s * 1e3:.2f}", "ms"))
     rows.append(("list 50 sessions", f"{(await _cost(page, 200)).wall_s * 1e3:.2f}", "ms"))
     num_bytes = NUM_SESSIONS * NUM_MESSAGES * len(ANSWER)
@@ -147,6 +160,12 @@ async def _cost(call: Callable[[int], Awaitable[None]], times: int) -> _Cost:
     for i in range(1, times + 1):
         await call(i)
     return _Cost((time.perf_counter() - started) / times, (time.process_time() - cpu) / times)
+
+
+def _server_cost(client: redis.Redis) -> tuple[float, int]:
+    """CPU seconds of the server, and bytes that it wrote to its append-only file, since it was started."""
+    cpu, log = client.info("cpu"), client.info("persistence")
+    return float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]), int(log.get("aof_current_size", 0))
 
 
 def _used_bytes(client: redis.Redis) -> int:
@@ -207,16 +226,16 @@ def _touch(user: UserId, session: SessionId) -> Transaction:
     return Transaction(user=user, session=session, events=(started,))
 
 
-def _deltas(user: UserId, sessions: Sequence[SessionId], step: int, number: int) -> list[Delta]:
+def _deltas(user: UserId, sessions: Sequence[SessionId], first_token: int, number: int, num_tokens: int) -> list[Delta]:
     return [
         Delta(
             user=user,
             session=session,
             message=_id(1000 + number),
             attempt=0,
-            first_token=step,
-            token_ids=(step,),
-            text=" word",
+            first_token=first_token,
+            token_ids=tuple(range(num_tokens)),
+            text=" word" * num_tokens,
         )
         for session in sessions
     ]

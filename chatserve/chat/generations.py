@@ -39,6 +39,13 @@ MAX_UNSENT_TOKENS: Final = 16_384
 """Tokens of one generation that may wait for a store that is away; past it the generation is interrupted."""
 
 
+FEW_GENERATIONS: Final = 8
+REST: Final = 4.0
+"""How many times as long as it took to write many the writer rests …"""
+LONGEST_REST_S: Final = 0.03
+"""… but no longer than a reader would notice."""
+
+
 class Generations:
     """Every generation of this process whose message is stored."""
 
@@ -165,12 +172,18 @@ class Generations:
     # --- the writer ---------------------------------------------------------------------------------------------------
 
     async def write(self) -> None:
-        """Write what the generations produce, for ever."""
+        """Write what the generations produce, for ever. One that writes alone is written at once; the more there are,
+        the more of each is written together, so that the store and we have time for others.
+        """
+        loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
             self._wake.clear()
             batch, self._dirty = list(self._dirty), {}
+            began = loop.time()
             await self._write(batch)
+            if len(batch) >= FEW_GENERATIONS:
+                await asyncio.sleep(min(REST * (loop.time() - began), LONGEST_REST_S))
 
     async def close(self) -> None:
         """Interrupt everything and wait a little for the ends to be stored."""

@@ -34,6 +34,7 @@ What changes here in a way that older programs cannot read raises `SCHEMA` and g
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -88,6 +89,14 @@ def put_arguments(message: MessageRecord) -> Iterable[bytes | int]:
     is_generating = int(message.status == "generating")
     yield from (message.message.encode(), is_generating, message.attempt, meta)
     yield from (message.text.encode(), pack_tokens(message.token_ids))
+
+
+@lru_cache(maxsize=4096)
+def append_names(user: UserId, session: SessionId, message: MessageId) -> tuple[tuple[bytes, ...], bytes]:
+    """The keys that append.lua takes for a delta of a message, and the channel of its session."""
+    keys = Keys(user)
+    names = keys.session(session, "session", "generating", "events")
+    return names + keys.live(session, message), keys.news(session)
 
 
 def place_of(delta: Delta) -> bytes:

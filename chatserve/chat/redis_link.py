@@ -67,6 +67,8 @@ class RedisLink:
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.name: Final = hide_password(url)
+        self.is_cluster: Final = False
+        """Whether a script may only touch keys of one hash tag."""
         self._redis = _client(url, MAX_CONNECTIONS, timeout_s, timeout_s)
         self._reader = _client(url, MAX_READ_CONNECTIONS, timeout_s, timeout_s * READ_PATIENCE)
         self._url = url

@@ -14,8 +14,6 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from redis.exceptions import ResponseError
-
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.feed import Feed
 from chatserve.chat.letters import LeaseTaken, encode_letter
@@ -23,6 +21,7 @@ from chatserve.chat.redis_feed import RedisFeed
 from chatserve.chat.redis_layout import (
     LETTERS,
     Keys,
+    append_names,
     encode,
     pack_tokens,
     place_of,
@@ -48,7 +47,7 @@ from chatserve.errors import ConflictError, NotFoundError, StartupError, StoreUn
 from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,8 @@ REQUEST_TTL_S: Final = 20 * 60
 WRITES_TTL_S: Final = 24 * 3600
 """A write whose reply was lost may be sent again when the store is back, after hours."""
 WRITES_KEPT: Final = 64
+APPENDS_A_CALL: Final = 64
+"""The server does nothing else during a call: these take it well under a millisecond."""
 TOMBSTONE_TTL_S: Final = 24 * 3600
 EVENTS_TTL_S: Final = 24 * 3600
 """A session that rests gives its events' memory back; whoever then resumes gets a snapshot."""
@@ -202,27 +203,37 @@ class RedisStore:
         """See `Store.append`."""
         if not deltas:
             return []
-        calls = [self._append_call(delta) for delta in deltas]
+        calls = [self._append_call(part) for part in self._parts(deltas)]
         replies = await self._link.scripts("append text", self._append, calls)
-        return [_append_result(delta, reply) for delta, reply in zip(deltas, replies, strict=True)]
+        for reply in replies:
+            raise_error(reply)
+        seqs = itertools.chain.from_iterable(replies)
+        return [_append_result(delta, seq) for delta, seq in zip(deltas, seqs, strict=True)]
 
-    def _append_call(self, delta: Delta) -> Call:
-        keys = Keys(delta.user)
-        names = keys.session(delta.session, "session", "generating", "events")
-        return Call(
-            names + keys.live(delta.session, delta.message),
-            (
+    def _parts(self, deltas: Sequence[Delta]) -> Iterator[Sequence[Delta]]:
+        """Deltas in order, as many together as one call may have."""
+        if self._link.is_cluster:
+            for _, of_one_user in itertools.groupby(deltas, key=lambda delta: delta.user):
+                yield from _chunks(list(of_one_user))
+        else:
+            yield from _chunks(deltas)
+
+    def _append_call(self, deltas: Sequence[Delta]) -> Call:
+        names: list[bytes] = []
+        args: list[bytes | int | float] = [self._event_history]
+        for delta in deltas:
+            keys, channel = append_names(delta.user, delta.session, delta.message)
+            names += keys
+            args += (
                 delta.message.encode(),
-                delta.attempt,
+                f"{delta.attempt}.{delta.fence}".encode(),
                 delta.first_token,
                 place_of(delta),
                 delta.text.encode(),
                 pack_tokens(delta.token_ids),
-                self._event_history,
-                delta.fence,
-                keys.news(delta.session),
-            ),
-        )
+                channel,
+            )
+        return Call(tuple(names), tuple(args))
 
     async def answer(self, user: UserId, request_id: str) -> tuple[str, bytes] | None:
         """See `Store.answer`."""
@@ -270,16 +281,12 @@ class RedisStore:
         await self._link.close()
 
 
-def _append_result(delta: Delta, reply: object) -> int | None:
-    match reply:
-        case int(seq):
-            return seq
-        case None:
-            return None
-        case ResponseError() if str(reply).startswith("CONFLICT"):
-            # Our bug, but one message's: the other deltas of the step are written.
-            logger.error("message %s: a delta was lost or sent again with other content: %s", delta.message, reply)
-            return None
-        case _:
-            raise_error(reply)
-            raise AssertionError(f"not an event number: {reply!r}")
+def _chunks(deltas: Sequence[Delta]) -> Iterator[Sequence[Delta]]:
+    return (deltas[start : start + APPENDS_A_CALL] for start in range(0, len(deltas), APPENDS_A_CALL))
+
+
+def _append_result(delta: Delta, seq: int) -> int | None:
+    if seq < 0:
+        # Our bug, but one message's: the other deltas of the step are written.
+        logger.error("message %s: a delta was lost or sent again with other content", delta.message)
+    return seq if seq > 0 else None

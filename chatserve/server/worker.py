@@ -85,8 +85,8 @@ async def serve(
     stop: asyncio.Event,
     orphaned: asyncio.Event | None = None,
 ) -> None:
-    """Run the application's lifespan, and in it a server until `stop` is set and what it was answering has ended. Once it
-    is `orphaned` nothing is waited for: whoever comes next wants the address.
+    """Run the application's lifespan, and in it a server until `stop` is set and what it was answering has ended. Once
+    it is `orphaned` nothing is waited for: whoever comes next wants the address.
 
     Raises:
         StartupError: whatever the lifespan cannot open.
@@ -109,7 +109,9 @@ async def serve(
         async def end() -> None:
             await stop.wait()
             if context is not None:
-                waiting = [asyncio.create_task(context.service.drain(context.settings.drain_s))]
+                waiting: list[asyncio.Task[Any]] = [
+                    asyncio.create_task(context.service.drain(context.settings.drain_s))
+                ]
                 if orphaned is not None:
                     waiting.append(asyncio.create_task(orphaned.wait()))
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -103,7 +103,8 @@ async def check_store(url: str, people: Sequence[Person]) -> list[str]:
     sessions = {session for person in people for session in person.ledgers}
     async with Redis.from_url(url, decode_responses=True) as client:
         found = [(key, await client.ttl(key)) async for key in client.scan_iter(count=1000)]
-        workers = {"chatserve:workers", *(f"chatserve:held:{owner}" for owner in await client.smembers(_WORKERS))}
+        owners = map(str, await client.smembers(_WORKERS))
+        workers = {_WORKERS, *(f"chatserve:held:{owner}" for owner in owners)}
     found = [(key, ttl_s) for key, ttl_s in found if key not in workers]
     complaints = ((_complaint(key, ttl_s >= 0, sessions), key) for key, ttl_s in found)
     return [f"{complaint}: {key}" for complaint, key in complaints if complaint]

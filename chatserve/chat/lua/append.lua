@@ -1,43 +1,53 @@
--- Append one delta to a message that is being generated. Costs what is new, never what is there.
+-- Append deltas to messages that are being generated. Each costs what is new, never what is there; many in one call,
+-- because a call costs as much as several of them.
 --
--- KEYS  1 session  2 generating  3 events  4 live text  5 live tokens
--- ARGV  1 message id  2 attempt  3 first token  4 place (message, attempt, first token, number of tokens)
---       5 text  6 tokens  7 event history  8 fence  9 session channel
--- Returns the event's seq; nil where the message is no longer generated under this attempt and fence; or an error CONFLICT where
--- this delta's place is taken by another one.
+-- KEYS  for each delta: session, generating, events, live text, live tokens
+-- ARGV  1 event history
+--       then for each delta: message id, ATTEMPT.FENCE, first token, place (message, attempt, first token, number of
+--       tokens), text, tokens, session channel
+-- Returns for each delta its event's seq; 0 where the message is no longer generated under this attempt and fence; -1
+-- where this delta's place is taken by another one.
 
-local session, generating, events = KEYS[1], KEYS[2], KEYS[3]
-local message, attempt, first_token, place, text = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local call, pack = redis.call, struct.pack
+local history = ARGV[1]
+local results = {}
 
-local growing = redis.call('HGET', generating, message)
-if not growing then
-  return false
-end
-local its_attempt, last_first = string.match(growing, '^(%S+) (-?%d+)$')
-attempt = attempt .. '.' .. ARGV[8]
-if its_attempt ~= attempt then
-  return false
-end
+for i = 1, #KEYS / 5 do
+  local key, arg = 5 * i - 5, 7 * i - 6
+  local session, generating, events = KEYS[key + 1], KEYS[key + 2], KEYS[key + 3]
+  local message, attempt, first_token = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3]
+  local place, text, tokens = ARGV[arg + 4], ARGV[arg + 5], ARGV[arg + 6]
 
-if tonumber(first_token) <= tonumber(last_first) then
-  -- A repeat: its first result is in the stream, near the end.
-  for _, entry in ipairs(redis.call('XREVRANGE', events, '+', '-', 'COUNT', ARGV[7])) do
-    local fields = entry[2]
-    if fields[1] == 'delta' and fields[2] == place and fields[4] == text then
-      return tonumber(string.match(entry[1], '^%d+'))
-    end
+  local growing = call('HGET', generating, message)
+  local its_attempt, last_first
+  if growing then
+    its_attempt, last_first = string.match(growing, '^(%S+) (-?%d+)$')
   end
-  return redis.error_reply('CONFLICT delta ' .. first_token .. ' comes after ' .. last_first)
+  if its_attempt ~= attempt then
+    results[i] = 0
+  elseif tonumber(first_token) <= tonumber(last_first) then
+    -- A repeat: its first result is in the stream, near the end.
+    results[i] = -1
+    for _, entry in ipairs(call('XREVRANGE', events, '+', '-', 'COUNT', history)) do
+      local fields = entry[2]
+      if fields[1] == 'delta' and fields[2] == place and fields[4] == text then
+        results[i] = tonumber(string.match(entry[1], '^%d+'))
+        break
+      end
+    end
+  else
+    local seq = call('HINCRBY', session, 'seq', 1)
+    call('XADD', events, 'MAXLEN', '~', history, string.format('%.0f-0', seq), 'delta', place, 'text', text)
+    if text ~= '' then
+      call('APPEND', KEYS[key + 4], text)
+    end
+    if tokens ~= '' then
+      call('APPEND', KEYS[key + 5], tokens)
+    end
+    call('HSET', generating, message, attempt .. ' ' .. first_token)
+    -- As commit.lua has it.
+    call('PUBLISH', ARGV[arg + 7], pack('<I8I4I4I4I4I4I4I4', seq, 2, 0, 0, 0, #place, #text, 0) .. place .. text)
+    results[i] = seq
+  end
 end
-
-local seq = redis.call('HINCRBY', session, 'seq', 1)
-redis.call('XADD', events, 'MAXLEN', '~', ARGV[7], string.format('%.0f-0', seq), 'delta', place, 'text', text)
-if text ~= '' then
-  redis.call('APPEND', KEYS[4], text)
-end
-if ARGV[6] ~= '' then
-  redis.call('APPEND', KEYS[5], ARGV[6])
-end
-redis.call('HSET', generating, message, attempt .. ' ' .. first_token)
-redis.call('PUBLISH', ARGV[9], struct.pack('<I8I4I4I4I4I4I4I4', seq, 2, 0, 0, 0, #place, #text, 0) .. place .. text)
-return seq
+return results
