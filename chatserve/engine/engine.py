@@ -1,18 +1,13 @@
 """The engine without a process: commands in, one turn at a time, events out.
 
-A runner that allows it has the next step launched before the last one's tokens are there, so that the device never
-waits for what is done here.
-
-Owns the paths, the runner and what is still to be said; the scheduler owns the requests. Each submit ends in exactly
-one `Finished` or `Rejected`, also where the runner fails. Knows no sockets, no clients and no text; the process around
-it and the tests drive the same `handle` and `step`.
+Owns the paths and what is still to be said; the scheduler owns the requests, the pipeline the steps. Each submit ends
+in exactly one `Finished` or `Rejected`, also where the runner fails. Knows no sockets, no clients and no text; the
+process around it and the tests drive the same `handle` and `step`.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Final, assert_never
 
 from chatserve.engine.faults import fault_of
@@ -35,8 +30,8 @@ from chatserve.engine.messages import (
 )
 from chatserve.engine.pace import FIRST_GUESS_S, Pace
 from chatserve.engine.paths import PathTable, UnknownPathError
+from chatserve.engine.pipeline import StepPipeline
 from chatserve.errors import ContextOverflowError, OverloadedError
-from chatserve.sched.plan import StepFailedError, StepPlan, TransfersFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,16 +39,12 @@ if TYPE_CHECKING:
     from chatserve.cache.kv_manager import KVManager
     from chatserve.engine.snapshot import Snapshot
     from chatserve.sched.outcome import Ended, Outcome
-    from chatserve.sched.plan import PendingStep, Runner
+    from chatserve.sched.plan import Runner
     from chatserve.sched.scheduler import Scheduler
     from chatserve.types import RequestId
 
-_log: Final = logging.getLogger(__name__)
-
 COPY_POLL_S: Final = 0.0005
 """How often copies in the background are looked after while there is nothing else to do."""
-_MOST_FAILURES: Final = 3
-"""After so many failed steps in a row it is the process that is broken, not the requests."""
 
 
 class Engine:
@@ -73,7 +64,6 @@ class Engine:
         self.info = info
         self._kv = kv
         self._scheduler = scheduler
-        self._runner = runner
         self._paths = PathTable() if paths is None else paths
         self._snapshot = snapshot
         self._clock = clock
@@ -82,14 +72,9 @@ class Engine:
         self._rejected: list[Rejected] = []
         self._reports: list[CacheReport] = []
         self._draining = False
-        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        """Steps that were launched and not waited for, oldest first."""
+        self._pipeline = StepPipeline(scheduler, runner, clock)
         self._stirred = False
         """Blocks may be on the move without any request."""
-        self._is_waiting = False
-        """The last turn found nothing to do before copies in the background have ended."""
-        self._num_failures = 0
-        """Steps that failed one after the other, for reasons unknown."""
         self._pace = Pace()
         self._counters = dict.fromkeys(
             (
@@ -97,11 +82,6 @@ class Engine:
                 "prompt_tokens_swapped_in",
                 "prompt_tokens_computed",
                 "output_tokens",
-                "steps",
-                "late_steps",
-                "scheduling_us",
-                "launching_us",
-                "waiting_us",
             ),
             0,
         )
@@ -119,7 +99,7 @@ class Engine:
         """How long may be waited for commands before the next `step`; None: for ever."""
         if not self.has_work:
             return 0.0 if self.has_background else None
-        return COPY_POLL_S if self._is_waiting else 0.0
+        return COPY_POLL_S if self._pipeline.is_waiting else 0.0
 
     @property
     def has_background(self) -> bool:
@@ -146,7 +126,12 @@ class Engine:
             host=host,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            counters={**self._counters, **self._kv.counters, "wasted_slots": self._kv.wasted_slots()},
+            counters={
+                **self._counters,
+                **self._pipeline.counters,
+                **self._kv.counters,
+                "wasted_slots": self._kv.wasted_slots(),
+            },
             block_map=self._kv.block_map() if command.with_map else "",
         )
 
@@ -270,67 +255,8 @@ class Engine:
         """
         if self._snapshot is not None:
             self._snapshot.read(wanted_only=True)
-        launched = (self._scheduler.has_work or self._stirred) and self._launch()
-        if self._in_flight and (not launched or len(self._in_flight) >= self._runner.max_in_flight):
-            self._land()
-        if self._scheduler.is_copying:
-            for number in self._runner.poll_background():
-                self._scheduler.background_done(number)
-                self._stirred = True
-        self._is_waiting = not launched and not self._in_flight and self._scheduler.is_copying
+        self._stirred = self._pipeline.turn(may_launch=self._scheduler.has_work or self._stirred)
         return self._say(self._scheduler.take_outcome())
-
-    def _launch(self) -> bool:
-        """Launch the next step. False: there is none now."""
-        began_s = self._clock()
-        plan = self._scheduler.schedule()
-        launched_s = self._clock()
-        self._counters["scheduling_us"] += round((launched_s - began_s) * 1e6)
-        self._stirred = bool(plan)
-        if not plan:
-            return False
-        if self._in_flight and self._in_flight[-1][1].is_done():
-            self._counters["late_steps"] += 1
-        try:
-            pending = self._runner.launch(plan)
-        except TransfersFailedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the end of this step's requests alone
-            while self._in_flight:
-                self._land()
-            self._fail(plan, error)
-        else:
-            self._in_flight.append((plan, pending))
-        self._counters["launching_us"] += round((self._clock() - launched_s) * 1e6)
-        return True
-
-    def _land(self) -> None:
-        """Wait for the oldest step in flight and book it."""
-        plan, pending = self._in_flight.popleft()
-        began_s = self._clock()
-        try:
-            result = pending.wait()
-        except TransfersFailedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            self._fail(plan, error)
-        else:
-            self._num_failures = 0
-            self._counters["steps"] += bool(plan.rows)
-            self._counters["waiting_us"] += round((self._clock() - began_s) * 1e6)
-            self._scheduler.commit(plan, result)
-
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """Raises the error again if it is one too many."""
-        if isinstance(error, StepFailedError):
-            detail = str(error)
-        else:
-            self._num_failures += 1
-            if self._num_failures == _MOST_FAILURES:
-                raise error
-            detail = f"{type(error).__name__}: {error}"
-        _log.error("step %d failed, and its %d requests with it: %s", plan.step, len(plan.rows), detail)
-        self._scheduler.fail(plan, detail)
 
     def _say(self, outcome: Outcome) -> StepOutput | None:
         output = StepOutput(

@@ -10,8 +10,9 @@ token would end a generation. An end is found a step late, and the row that was 
 computed. Nobody else sees that: KV is shared once the tokens that it is of are known, and blocks are given to others by
 steps that come later on the device.
 
-Owns the requests from their submission to their one end, and the rows of each step; `batch` owns who runs, `queue` the
-order of those who wait, `admission` who of them may join, the KV manager the blocks. The plan is a frozen value and a
+Owns the requests from their submission to their one end, and what a step makes of them; `batch` owns who runs, `queue`
+the order of those who wait, `admission` who of them may join, `placement` who gets which row, `flights` what is under
+way, the KV manager the blocks. The plan is a frozen value and a
 function of the state alone: no clock, no randomness. Knows no text, no clients and nothing of how a plan is executed.
 
 Why nothing starves and nothing locks up:
@@ -27,7 +28,6 @@ Why nothing starves and nothing locks up:
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from chatserve.engine.messages import TokenDelta
@@ -35,7 +35,9 @@ from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.admission import AdmissionControl
 from chatserve.sched.batch import Batch
 from chatserve.sched.draft import Draft
+from chatserve.sched.flights import Flights
 from chatserve.sched.outcome import Ended, Journal, Outcome
+from chatserve.sched.placement import Placement
 from chatserve.sched.plan import StepPlan, StepResult, Transfers
 from chatserve.sched.queue import WaitingQueue
 from chatserve.sched.request import Phase, Request
@@ -47,24 +49,8 @@ if TYPE_CHECKING:
     from chatserve.cache.kv_manager import KVManager
 
 
-MIN_CHUNK_TOKENS: Final = 128
-"""Tokens of prompts that a step takes beside rows that decode, if there are so many. A GPU that decodes for a few dozen
-sessions waits for its weights: so many tokens more cost it little time."""
-CHUNK_TURNS: Final = 48
-"""Where more is waiting, in about so many steps it is to be computed."""
 MIN_FETCHED_BLOCKS: Final = 8
 """Fewer blocks from the host than this are copied by the step that needs them, in less time than a turn of the loop."""
-
-
-class _Flight:
-    """A step that was launched and has not been booked."""
-
-    __slots__ = ("gone", "plan")
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.plan = plan
-        self.gone: set[RequestId] = set()
-        """Requests that have ended since, whose rows are dropped."""
 
 
 class Scheduler:
@@ -105,12 +91,8 @@ class Scheduler:
             max_running=self._max_running,
             min_fetched_blocks=min_fetched_blocks,
         )
-        self._flights: deque[_Flight] = deque()
-        """Oldest first."""
-        self._background: dict[int, Transfers] = {}
-        """What is copied in the background, by the number of the step that brought it."""
-        self._starved = False
-        """A row found no blocks: no step begins until what is under way has ended."""
+        self._flights = Flights()
+        self._placement = Placement(self._batch, self._queue, self._flights)
         self._step = 0
         self._arrivals = 0
 
@@ -135,12 +117,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` may do something, or `take_outcome` has an end to tell."""
-        return bool(self._requests or self._batch.has_left or self._journal.ended or self._flights)
+        return bool(self._requests or self._batch.has_left or self._journal.ended or len(self._flights))
 
     @property
     def is_copying(self) -> bool:
         """Whether anything is being copied in the background."""
-        return bool(self._background)
+        return self._flights.is_copying
 
     def submit(
         self,
@@ -207,21 +189,16 @@ class Scheduler:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_quiet(self) -> bool:
-        """Nothing is under way, so that every block is where it belongs."""
-        return not self._flights and not self._background
-
     def schedule(self) -> StepPlan:
         """The next step, which is in flight from now on. Falsy, and not in flight, where there is nothing to do now."""
-        if self._starved and not self._is_quiet:
+        if self._placement.must_wait:
             return StepPlan(self._step, (), Transfers(), (), ())
-        self._starved = False
         draft = Draft(self._max_batched_tokens)
-        self._place_running(draft)
+        self._placement.place_all(draft)
         if self._queue:
-            if not draft.pressed and (hopeless := self._admission.let_in(draft)) is not None and self._is_quiet:
-                self._give_up(hopeless)
+            refused = None if draft.pressed else self._admission.let_in(draft)
+            if refused is not None and self._flights.is_quiet:
+                self._give_up(refused)
             self._admission.tell_positions()
         admitted, rows = draft.close()
         plan = StepPlan(
@@ -234,9 +211,7 @@ class Scheduler:
             background=self._kv.take_background(write_through=not draft.pressed and not self._queue),
         )
         if plan:
-            self._flights.append(_Flight(plan))
-            if plan.background:
-                self._background[plan.step] = plan.background
+            self._flights.launch(plan)
             self._step += 1
         return plan
 
@@ -284,62 +259,13 @@ class Scheduler:
 
     def background_done(self, step: int) -> None:
         """What the plan of that number had copied in the background is there."""
-        self._kv.transfers_done(self._background.pop(step))
+        self._kv.transfers_done(self._flights.background_done(step))
 
     def _land(self, plan: StepPlan) -> set[RequestId]:
         """Take the oldest step out of flight. The requests that have ended since it was planned."""
-        flight = self._flights.popleft()
-        assert flight.plan is plan, "a plan is booked once, and in order"
+        gone = self._flights.land(plan)
         self._kv.transfers_done(plan.transfers)
-        return flight.gone
-
-    # --- the running --------------------------------------------------------------------------------------------------
-
-    def _place_running(self, draft: Draft) -> None:
-        """Rows for all who decode, then for prompts, oldest first."""
-        prefilling: list[Request] = []
-        running = Phase.RUNNING
-        for request in self._batch:
-            length = len(request.token_ids) + request.num_pending
-            if request.num_scheduled < length - 1:
-                prefilling.append(request)
-            elif length >= request.max_length:  # its last token is under way
-                continue
-            elif request.phase is running and length <= request.capacity:  # as nearly always
-                draft.add(request, length, ())
-            else:
-                self._place(draft, request)
-        if len(draft):
-            backlog = self._queue.num_tokens + sum(
-                len(request.token_ids) - request.num_scheduled for request in prefilling
-            )
-            draft.budget = min(draft.budget, max(MIN_CHUNK_TOKENS, backlog // CHUNK_TURNS))
-        for request in prefilling:
-            if draft.budget > 0:
-                self._place(draft, request)
-
-    def _place(self, draft: Draft, request: Request) -> None:
-        """Give a running request its row, preempting newer ones for the blocks, or leave it out of this step."""
-        if not self._batch.is_ready(request):  # or preempted by an older one of this step
-            return
-        end = min(len(request.token_ids) + request.num_pending, request.num_scheduled + draft.budget)
-        if self._starved and end > request.capacity:  # older ones wait for blocks
-            return
-        new_block_ids = self._batch.grow(request, end)
-        while new_block_ids is None:
-            draft.pressed = True
-            if not self._is_quiet:
-                self._starved = True
-                return
-            newest = self._batch.newest
-            if newest is not request or len(self._batch) == 1:
-                draft.discard(newest)
-                self._batch.preempt(newest)
-                self._queue.push_preempted(newest)
-            if newest is request:
-                return
-            new_block_ids = self._batch.grow(request, end)
-        draft.add(request, end, new_block_ids)
+        return gone
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
@@ -365,8 +291,7 @@ class Scheduler:
             kept = kept[: request.num_submitted + max(keep, 0)]
         if request.phase in (Phase.RUNNING, Phase.FETCHING):
             self._batch.finish(request, len(kept))
-            for flight in self._flights:
-                flight.gone.add(request.request_id)
+            self._flights.drop(request.request_id)
         elif request in self._queue:
             self._queue.remove(request)
         request.phase = Phase.FINISHED
@@ -387,16 +312,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
-        for request in self._requests.values():
-            rows = [
-                row
-                for flight in self._flights
-                if request.request_id not in flight.gone
-                for row in flight.plan.rows
-                if row.request_id == request.request_id
-            ]
-            assert request.num_pending == sum(row.sample for row in rows)
-            assert request.num_scheduled - request.num_computed == sum(row.num_tokens for row in rows)
+        self._flights.check(self._requests.values())
         self._queue.check()
         self._batch.check()
         assert len(self._batch) <= self._max_running

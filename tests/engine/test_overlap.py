@@ -127,7 +127,7 @@ def test_nobody_is_preempted_while_anything_is_under_way_and_nothing_is_computed
     scheduler = engine._scheduler
     num_preemptions = 0
     while engine.has_work:
-        was_quiet = not scheduler._flights and not scheduler._background
+        was_quiet = scheduler._flights.is_quiet
         transcript.add(engine.step())
         engine.check()
         now = counters(engine)["preemptions"]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.outcome import Outcome
+from chatserve.sched.placement import CHUNK_TURNS, MIN_CHUNK_TOKENS
 from chatserve.sched.plan import StepPlan, StepResult
-from chatserve.sched.scheduler import CHUNK_TURNS, MIN_CHUNK_TOKENS, Scheduler
+from chatserve.sched.scheduler import Scheduler
 from chatserve.types import RequestId, SamplingParams, UserId
 from tests.fakes.plain_kv import Match, PlainKV
 

@@ -1,0 +1,89 @@
+"""Rows for those who run: who gets how many tokens of a step, and who gives way where blocks are short.
+
+Owns whether a row has found no blocks, in which case no step begins until what is under way has ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from chatserve.sched.request import Phase
+
+if TYPE_CHECKING:
+    from chatserve.sched.batch import Batch
+    from chatserve.sched.draft import Draft
+    from chatserve.sched.flights import Flights
+    from chatserve.sched.queue import WaitingQueue
+    from chatserve.sched.request import Request
+
+MIN_CHUNK_TOKENS: Final = 128
+"""Tokens of prompts that a step takes beside rows that decode, if there are so many. A GPU that decodes for a few dozen
+sessions waits for its weights: so many tokens more cost it little time."""
+CHUNK_TURNS: Final = 48
+"""Where more is waiting, in about so many steps it is to be computed."""
+
+
+class Placement:
+    """Places the requests of `batch`; those who give way go to `queue`."""
+
+    __slots__ = ("_batch", "_flights", "_is_starved", "_queue")
+
+    def __init__(self, batch: Batch, queue: WaitingQueue, flights: Flights) -> None:
+        self._batch = batch
+        self._queue = queue
+        self._flights = flights
+        self._is_starved = False
+
+    @property
+    def must_wait(self) -> bool:
+        """A row found no blocks, and what is under way may hold enough."""
+        return self._is_starved and not self._flights.is_quiet
+
+    def place_all(self, draft: Draft) -> None:
+        """Rows for all who decode, then for prompts, oldest first."""
+        self._is_starved = False
+        prefilling: list[Request] = []
+        running = Phase.RUNNING
+        for request in self._batch:
+            length = len(request.token_ids) + request.num_pending
+            if request.num_scheduled < length - 1:
+                prefilling.append(request)
+            elif length >= request.max_length:  # its last token is under way
+                continue
+            elif request.phase is running and length <= request.capacity:  # as nearly always
+                draft.add(request, length, ())
+            else:
+                self._place(draft, request)
+        if len(draft):
+            draft.budget = min(draft.budget, self._max_chunk_tokens(prefilling))
+        for request in prefilling:
+            if draft.budget > 0:
+                self._place(draft, request)
+
+    def _max_chunk_tokens(self, prefilling: list[Request]) -> int:
+        """Tokens of prompts for a step in which others decode."""
+        backlog = sum([len(request.token_ids) - request.num_scheduled for request in prefilling])
+        return max(MIN_CHUNK_TOKENS, (self._queue.num_tokens + backlog) // CHUNK_TURNS)
+
+    def _place(self, draft: Draft, request: Request) -> None:
+        """Give a running request its row, preempting newer ones for the blocks, or leave it out of this step."""
+        if not self._batch.is_ready(request):  # or preempted by an older one of this step
+            return
+        end = min(len(request.token_ids) + request.num_pending, request.num_scheduled + draft.budget)
+        if self._is_starved and end > request.capacity:  # older ones wait for blocks
+            return
+        new_block_ids = self._batch.grow(request, end)
+        while new_block_ids is None:
+            draft.pressed = True
+            if not self._flights.is_quiet:
+                self._is_starved = True
+                return
+            newest = self._batch.newest
+            if newest is not request or len(self._batch) == 1:
+                draft.discard(newest)
+                self._batch.preempt(newest)
+                self._queue.push_preempted(newest)
+            if newest is request:
+                return
+            new_block_ids = self._batch.grow(request, end)
+        draft.add(request, end, new_block_ids)
