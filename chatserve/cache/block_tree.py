@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from chatserve.cache.evictor import PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
+from chatserve.cache.evictor import HINTED, PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
 from chatserve.cache.node import Node
 from chatserve.cache.scopes import PUBLIC_TAG, ScopeTags
 from chatserve.cache.siblings import TOKEN_BYTES, Siblings
@@ -55,7 +55,9 @@ class BlockTree:
         self.unread: dict[Node, tuple[int, int]] = {}
         """Nodes whose host block has still to be filled from a snapshot: the block's index there and its checksum."""
         self.dirty: OrderedDict[Node, None] = OrderedDict()
-        """Idle nodes that are on the device alone, in the order in which they came to be so, ends of paths first."""
+        """Idle nodes that are on the device alone, in the order in which they came to be so, ends of paths first; no
+        drafts, which are not worth a copy.
+        """
         self.num_idle = 0
         """Idle nodes on the device: each can be evicted, leaves first."""
         self.num_protected = 0
@@ -120,10 +122,24 @@ class BlockTree:
             self._set_standing(above, PROTECTED)
             above = above.parent
 
-    def demote(self, node: Node) -> None:
-        """A preempted request's own node goes first."""
+    def demote(self, node: Node, standing: int) -> None:
+        """A node that one path alone has used goes first: `PREEMPTED` or `HINTED`."""
         if node.standing == PROBATION:
-            self._set_standing(node, PREEMPTED)
+            self._set_standing(node, standing)
+
+    @staticmethod
+    def leads_on(node: Node) -> bool:
+        """Whether a path that is no draft's goes on below the node."""
+        return any(child.standing != HINTED for child in node.children or ())
+
+    def adopt(self, node: Node) -> None:
+        """A request goes on from what was computed for a draft: down to `node` it is a path like others."""
+        at: Node | None = node
+        while at is not None and at.standing == HINTED:
+            self._set_standing(at, PROBATION)
+            assert at.parent is not None
+            self.mark_branch(at.parent)
+            at = at.parent
 
     def rename(self, node: Node, key: bytes) -> None:
         """A tail grows, becomes full, or is cut. It must not be on the host: that copy would be stale."""
@@ -235,6 +251,7 @@ class BlockTree:
         for leaves in (self.device_leaves, self.host_leaves):
             if node in leaves:
                 leaves.add(node)
+        self._refresh(node)
 
     def _refresh(self, node: Node) -> None:
         """Put a node on, or take it off, the lists that it now belongs to."""
@@ -255,7 +272,7 @@ class BlockTree:
             self.spare_copies[node] = None
         else:
             self.spare_copies.pop(node, None)
-        if on_device and idle and not on_host:
+        if on_device and idle and not on_host and node.standing != HINTED:
             self.dirty.setdefault(node)
         else:
             self.dirty.pop(node, None)
@@ -285,7 +302,7 @@ class BlockTree:
             assert not node.num_pins, "in use before it was read"
         assert self.unread.keys() <= set(on_host), "a removed node is to be read"
         assert set(self.spare_copies) == {node for node in on_device if node.host_block_id is not None}
-        dirty = {node for node in on_device if node.host_block_id is None and not node.num_pins}
+        dirty = {n for n in on_device if n.host_block_id is None and not n.num_pins and n.standing != HINTED}
         assert self.dirty.keys() == dirty, "a node that has to be copied out was missed, or is not one"
         for ids in ([n.block_id for n in on_device], [n.host_block_id for n in on_host]):
             assert len(set(ids)) == len(ids), "two nodes have the same block"
@@ -307,6 +324,8 @@ class BlockTree:
         assert node.num_pins >= sum(child.num_pins > 0 for child in children)
         if node.children is not None:
             node.children.check()
+        if parent.standing == HINTED:
+            assert node.standing == HINTED, "a path goes on from a draft that nobody has adopted"
         if node.has_writer:
             assert node.num_tokens < self.block_size, "a sealed block has a writer"
             assert node.num_pins > 0, "a writer that does not pin its tail"

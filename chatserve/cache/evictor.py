@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 if TYPE_CHECKING:
     from chatserve.cache.node import Node
 
-PREEMPTED: Final = 0
-"""Blocks of a request that was put aside to make room: they go first."""
-PROBATION: Final = 1
+HINTED: Final = 0
+"""Computed for a draft that may never be sent: goes first, and is not worth a place on the host."""
+PREEMPTED: Final = 1
+"""Blocks of a request that was put aside to make room: they go next."""
+PROBATION: Final = 2
 """Used by one path so far."""
-PROTECTED: Final = 2
+PROTECTED: Final = 3
 """Used by paths that part below it, such as a system prompt: goes last, as long as its kind fits half the pool."""
 
 EvictionKey: TypeAlias = "Callable[[Node], tuple[int, int]]"
@@ -37,7 +39,7 @@ def host_lru(node: Node) -> tuple[int, int]:
 class Evictor:
     """A set of nodes from which the one to evict next can be read.
 
-    One heap a segment. A node that leaves, or whose key changes, stays behind in its heap as a stale entry, known by
+    One heap a standing. A node that leaves, or whose key changes, stays behind in its heap as a stale entry, known by
     its serial number; stale entries are dropped when they reach the top, or all at once when they outnumber the live.
     """
 
@@ -45,7 +47,7 @@ class Evictor:
 
     def __init__(self, key: EvictionKey) -> None:
         self._key = key
-        self._heaps: tuple[list[tuple[int, int, Node]], ...] = ([], [], [])
+        self._heaps: tuple[list[tuple[int, int, Node]], ...] = ([], [], [], [])
         self._serial = 0
         self._serial_of: dict[Node, int] = {}
         self._num_stale = 0
@@ -76,9 +78,10 @@ class Evictor:
 
         Without `protect` (its kind has outgrown its share) the protected segment competes with probation by age.
         """
-        preempted, probation, protected = (self._top(heap) for heap in self._heaps)
-        if preempted is not None:
-            return preempted[2]
+        hinted, preempted, probation, protected = (self._top(heap) for heap in self._heaps)
+        first = hinted or preempted
+        if first is not None:
+            return first[2]
         if probation is None or protected is None:
             entry = probation or protected
             return None if entry is None else entry[2]

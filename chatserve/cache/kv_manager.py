@@ -16,12 +16,13 @@ planned or running.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
 from chatserve.cache import search
 from chatserve.cache.block_pool import CACHED, PRIVATE, BlockPool
 from chatserve.cache.block_tree import BlockTree
+from chatserve.cache.evictor import HINTED, PREEMPTED, PROBATION, PROTECTED
 from chatserve.cache.host_pool import HostPool
 from chatserve.cache.invariants import check_cache
 from chatserve.cache.lease import Lease
@@ -110,10 +111,12 @@ class KVManager:
         num_shared_tokens: int,
         *,
         ahead: bool = False,
+        is_hint: bool = False,
     ) -> Admission | None:
         """Pin the longest cached path of a request that starts, and plan what brings all of it to the device.
 
         With `ahead`, what comes from the host does so in the background, and the request waits until `is_resident`.
+        With `is_hint` it computes what may never be asked for, and ends in `finish_hint`.
 
         Its first `num_shared_tokens` may be shared between users once they are computed; what may be found was decided
         when it was computed. None if there are not enough blocks for that now; then nothing has changed.
@@ -121,10 +124,13 @@ class KVManager:
         assert request_id not in self._leases, f"{request_id} was admitted twice"
         assert user, "a user must have a name"
         tokens = pack(token_ids)
-        path = self._affordable(search.find(self._tree, tokens[:-TOKEN_BYTES], Scope(user)))
+        found = search.find(self._tree, tokens[:-TOKEN_BYTES], Scope(user))
+        if is_hint and found.extends_fork and found.fork is not None and found.fork.standing != HINTED:
+            found = replace(found, extends_fork=False)  # a conversation's end stays what it is, whatever is drafted
+        path = self._affordable(found)
         if path is None:
             if self._pager.take_back():
-                return self.admit(request_id, token_ids, user, num_shared_tokens, ahead=ahead)
+                return self.admit(request_id, token_ids, user, num_shared_tokens, ahead=ahead, is_hint=is_hint)
             return None
         num_matched = len(path.nodes) * self.block_size + path.fork_tokens
         lease = Lease(
@@ -140,10 +146,13 @@ class KVManager:
             tag=b"",
             frontier=tokens[len(path.nodes) * self.block_size * TOKEN_BYTES : num_matched * TOKEN_BYTES],
         )
+        lease.is_hint = is_hint
         if num_shared_tokens % self.block_size and num_matched < num_shared_tokens:
             lease.freeze_at = num_shared_tokens
         lease.tag = self._publisher.frontier_tag(lease) if lease.tail is None else lease.tail.tag
         self._leases[request_id] = lease
+        if not is_hint:
+            self._tree.adopt(lease.leaf if lease.tail is None else lease.tail)
         num_swapped_in = self._bring_in(lease, path, ahead=ahead)
         return Admission(num_matched - num_swapped_in, num_swapped_in, tuple(lease.block_ids))
 
@@ -184,11 +193,20 @@ class KVManager:
         """End a request that will be admitted again: the blocks that are its own are evicted before any other."""
         lease = self._end(request_id, None)
         self._num_preemptions += 1
+        self._demote(lease, lease.num_foreign, PREEMPTED)
+
+    def finish_hint(self, request_id: RequestId, num_settled: int) -> None:
+        """End a request for a hint: what it has computed past its first `num_settled` tokens is a draft."""
+        lease = self._end(request_id, None)
+        self._demote(lease, max(lease.num_foreign, num_settled // self.block_size), HINTED)
+
+    def _demote(self, lease: Lease, depth: int, standing: int) -> None:
+        """Give the nodes of a path that has ended another standing, as far as they lie below `depth` blocks."""
         node: Node | None = lease.pinned
-        for _ in range(lease.num_published - lease.num_foreign):
-            if node is None or node.num_pins:
+        for _ in range(lease.num_published - depth):
+            if node is None or (self._tree.leads_on(node) if standing == HINTED else node.num_pins):
                 break
-            self._tree.demote(node)
+            self._tree.demote(node, standing)
             node = node.parent
 
     # --- transfers ----------------------------------------------------------------------------------------------------
@@ -214,35 +232,28 @@ class KVManager:
         """The step that made them, or the copies in the background, have finished."""
         self._transfers.done(transfers)
 
-    # --- ahead of need ------------------------------------------------------------------------------------------------
-
-    def hint(self, token_ids: Sequence[int], user: UserId) -> None:
-        """A request for this path is likely soon: count it as used, and bring it back as far as blocks are free."""
-        self.unread.want(token_ids, user)
-        path = search.find(self._tree, pack(token_ids), Scope(user))
-        nodes = path.nodes if path.fork is None else (*path.nodes, path.fork)
-        if not nodes:
-            return
-        self._tree.pin(nodes[-1])
-        for node in nodes:
-            if node.block_id is not None:
-                continue
-            if self._device.num_free <= self._low:
-                break
-            self._pager.bring_back(node)
-        self._tree.unpin(nodes[-1])
+    # --- letting go ---------------------------------------------------------------------------------------------------
 
     def release(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int = 0) -> None:
         """Forget a deleted path, from its end up to what is public, running, or part of another path.
 
         A block in which any of the first `num_kept_tokens` stands is kept: the conversation goes on from there.
         """
+        self._release(token_ids, user, num_kept_tokens, (PREEMPTED, PROBATION, PROTECTED, HINTED))
+
+    def release_hint(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int = 0) -> None:
+        """Forget what was computed for a draft alone, past its first `num_kept_tokens`."""
+        self._release(token_ids, user, num_kept_tokens, (HINTED,))
+
+    def _release(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int, standings: Container[int]) -> None:
         num_kept = -(-num_kept_tokens // self.block_size)
         for path in reversed(search.paths(self._tree, pack(token_ids), Scope(user), with_unread=True)):
             whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
             nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
             for node in reversed(nodes[num_kept:]):
                 if node.is_public or node.num_pins or node.children or not self._tree.is_attached(node):
+                    break
+                if node.standing not in standings:
                     break
                 self._pager.forget(node)
 

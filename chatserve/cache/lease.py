@@ -36,6 +36,8 @@ class Lease:
     """Packed token ids of the frontier block."""
     twins: list[BlockId] = field(default_factory=list)
     """Private blocks that hold what a node of the path held already when they were full."""
+    is_hint: bool = False
+    """What it computes may never be asked for: it is no use of the path."""
     freeze_at: int | None = None
     """Index of the first token that is not shared, until the partial end of the shared prefix is in the tree."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chatserve.cache.evictor import PROTECTED
+from chatserve.cache.evictor import HINTED, PROTECTED
 from chatserve.cache.siblings import TAG_BYTES
 from chatserve.cache.snapshot import ROOT, BlockRecord, Manifest
 
@@ -27,8 +27,8 @@ class ManifestBuilder:
         return len(self._blocks)
 
     def candidates(self) -> list[Node]:
-        """Every idle node, most recently used first, parents before children: a path was used whole."""
-        idle = [node for node in self._tree.walk() if not node.num_pins]
+        """Every idle node but those of drafts, most recently used first, and parents first: a path is used whole."""
+        idle = [node for node in self._tree.walk() if not node.num_pins and node.standing != HINTED]
         return sorted(idle, key=lambda node: -node.last_used)  # stable, and the walk comes to parents first
 
     def place_in_snapshot(self, node: Node) -> tuple[int, int] | None:

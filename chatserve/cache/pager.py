@@ -11,6 +11,7 @@ from typing import Final
 
 from chatserve.cache.block_pool import BlockPool
 from chatserve.cache.block_tree import BlockTree
+from chatserve.cache.evictor import HINTED
 from chatserve.cache.host_pool import HostPool
 from chatserve.cache.node import Node
 from chatserve.cache.transfers import TransferBook
@@ -56,7 +57,7 @@ class Pager:
         while self._device.num_free < num_blocks:
             victim = self.victim()
             assert victim is not None, "fewer blocks than were counted as available"
-            if not self._leave_device(victim):
+            if victim.standing == HINTED or not self._leave_device(victim):
                 self.num_dropped += self.forget_all(victim)
         return [self._device.acquire() for _ in range(num_blocks)]
 
@@ -69,8 +70,8 @@ class Pager:
 
     def reclaim(self, low: int, high: int) -> None:
         """Below `low` free blocks, see to it that `high` become free: cold leaves that have a copy on the host leave
-        the device, others are given one first. It drops nothing, and does a little at a time, so that no step waits
-        for the making of lists.
+        the device, others are given one first. It drops nothing but drafts, and does a little at a time, so that no
+        step waits for the making of lists.
         """
         if self._device.num_free_soon >= low:
             return
@@ -79,7 +80,10 @@ class Pager:
             victim = self.victim()
             if victim is None:
                 return
-            if victim.host_block_id is not None:
+            if victim.standing == HINTED:
+                self.num_dropped += self.forget_all(victim)
+                budget -= 1
+            elif victim.host_block_id is not None:
                 self._device.release(self._tree.displace(victim))
                 budget -= 1
             else:
@@ -96,11 +100,6 @@ class Pager:
             if not num_written:
                 return
             budget -= num_written
-
-    def bring_back(self, node: Node) -> None:
-        """Swap a node in while a block is free, because it is likely to be wanted. No step waits for it."""
-        self._transfers.swap_in(node, self._device.acquire(), ahead=True)
-        self._ahead.append(node)
 
     def plan_ahead(self, node: Node) -> None:
         """A node that only a planned copy fills can be given up until that is handed out."""

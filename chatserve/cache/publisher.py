@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from chatserve.cache.block_pool import BlockPool
 from chatserve.cache.block_tree import BlockTree
+from chatserve.cache.evictor import HINTED
 from chatserve.cache.lease import Lease
 from chatserve.cache.node import Node
 from chatserve.cache.pager import Pager
@@ -85,8 +86,13 @@ class Publisher:
         if lease.tail is None:
             block_id = lease.block_ids[lease.num_sealed]
             self._device.cache(block_id)
+            if not lease.is_hint:
+                tree.adopt(lease.leaf)
             lease.tail = tree.insert(lease.leaf, key, block_id, pinned=True)
-            tree.mark_branch(lease.leaf)
+            if not lease.is_hint:
+                tree.mark_branch(lease.leaf)
+            elif lease.leaf.standing == HINTED:
+                tree.demote(lease.tail, HINTED)
             self._transfers.keep(lease.tail)
             tree.unpin(lease.leaf)
         else:

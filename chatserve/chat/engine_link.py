@@ -21,6 +21,7 @@ from chatserve.engine.messages import (
     EngineInfo,
     Finished,
     Hello,
+    Hint,
     PathRef,
     Rejected,
     Started,
@@ -52,7 +53,7 @@ class EngineClient(Protocol):
 
     def cancel(self, request_id: RequestId, keep: int | None = None) -> None: ...
 
-    def hint(self, user: UserId, path: PathRef) -> None: ...
+    def hint(self, hint: Hint, /) -> None: ...
 
     def release(self, user: UserId, paths: tuple[PathRef, ...], num_kept_tokens: int = 0) -> None: ...
 

@@ -9,7 +9,6 @@ that it holds.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 Publish = Callable[[UserId, SessionId, Sequence[AnyEvent]], None]
 
-HINT_EVERY_S: Final = 0.5
 _TOLD_BY_WRITER: Final = (GenerationQueued, GenerationStarted, GenerationDelta)
 """Events that are written without a session's lock, again and again until their number is known."""
 
@@ -52,7 +50,6 @@ class LiveSession:
         """Its lease is another's: nothing here is true any more, and nothing can be written."""
         self.num_subscribers = 0
         self._committing: set[asyncio.Future[None]] = set()
-        self._hinted_at = -math.inf
         self._publish = publish
         self._early: dict[int, tuple[list[AnyEvent], Callable[[], None]]] = {}
 
@@ -63,14 +60,6 @@ class LiveSession:
     @property
     def user(self) -> UserId:
         return self.record.user
-
-    def may_hint(self, now: float) -> bool:
-        """Whether the engine may be told that somebody types: each telling makes it look through the whole path, so a
-        client that sends one a key, or a thousand a second, is heard every `HINT_EVERY_S` only."""
-        due = abs(now - self._hinted_at) >= HINT_EVERY_S
-        if due:
-            self._hinted_at = now
-        return due
 
     @property
     def is_idle(self) -> bool:

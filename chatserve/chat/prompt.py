@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from chatserve.chat.template import FALLBACK_STOP, FALLBACK_TEMPLATE, ChatTemplate
@@ -26,6 +27,12 @@ log = logging.getLogger(__name__)
 
 _PROBES: Final = ("a", "Zebra", " x", "\n", "\n\n\n", "\t", "1", "'s", "…", "你", "😀", ".", "-", "")
 """Texts that begin differently: the ids that their prompts share belong to none of them."""
+
+_LAST_WORD: Final = re.compile(r"\s+\S{0,64}\Z")
+"""A longer run without a space is no word: text in a script without spaces, or a link."""
+_ENDINGS: Final = ("a", " a", "\n", ".")
+"""How a text may go on: the ids that all of these share stay as they are while a person writes."""
+NUM_ENDINGS: Final = len(_ENDINGS)
 
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -90,6 +97,16 @@ class PromptEncoder:
         """Ids of a later user message: from the end of the answer before it to the opening of the next."""
         return self.tokenizer.encode(self._skeleton.turn_parts(text), after=After.TEXT)
 
+    def encode_root_draft(self, system: str | None, text: str) -> tuple[int, ...]:
+        """Ids that a first user message will begin with, if `text` is what has been written of it so far."""
+        text = _whole_words(text)
+        return _common_start([self.encode_root(system, text + ending) for ending in _ENDINGS])
+
+    def encode_turn_draft(self, text: str) -> tuple[int, ...]:
+        """Ids that a later user message will begin with, if `text` is what has been written of it so far."""
+        text = _whole_words(text)
+        return _common_start([self.encode_turn(text + ending) for ending in _ENDINGS])
+
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Ids of an answer that this model did not generate, as after its opening."""
         prefix = self._skeleton.answer_prefix
@@ -122,6 +139,11 @@ class PromptEncoder:
         end_of_turn = self.tokenizer.leading_control(self._skeleton.closing)
         found.update(i for i in (eos, end_of_turn) if i is not None)
         return tuple(sorted(i for i in found if 0 <= i < self.vocab_size))
+
+
+def _whole_words(text: str) -> str:
+    """Without the word at the end, which may not be finished, and the space before it, which is part of its token."""
+    return _LAST_WORD.sub("", text)
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -25,9 +25,10 @@ from chatserve.chat.runtime import CLOSE_TIMEOUT_S, Runtime
 from chatserve.chat.session_requests import SessionRequests
 from chatserve.chat.store import SessionPage, SessionState, Store
 from chatserve.chat.turns import Turns
+from chatserve.chat.typing import Typing
 from chatserve.chat.workers import BEAT_S, Owner, owner_name
 from chatserve.config import Limits
-from chatserve.errors import EngineUnavailableError, StoreUnavailableError
+from chatserve.errors import StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class ChatService:
         self._session_requests = sessions = SessionRequests(self._core)
         self._turns = turns = Turns(self._core)
         self._router = Router(self._requests, sessions, turns, self._runtime.forwarding, self._runtime.health)
+        self._typing = Typing(self._core)
 
     async def start(self) -> None:
         """Go on with what dead processes left unfinished, then begin.
@@ -121,6 +123,7 @@ class ChatService:
     async def close(self) -> None:
         """Hand over what is being generated, or interrupt it, and stop."""
         self._router.is_draining = True
+        await self._typing.close()
         await self._requests.drain(CLOSE_TIMEOUT_S)
         await self._runtime.close()
 
@@ -181,6 +184,7 @@ class ChatService:
         text: str,
         params: object = None,
     ) -> None:
+        self._typing.sent(session)
         fields = {"session": session, "parent": parent, "text": text, "params": params}
         await self._router.once("message.send", user, request_id, answer, fields)
 
@@ -283,18 +287,15 @@ class ChatService:
 
     def set_subscribers(self, session: SessionId, count: int) -> None:
         """How many sockets follow a session now."""
+        if not count:
+            self._typing.left(session)
         live = self._core.sessions.set_subscribers(session, count)
         if live is not None:
             self._runtime.orphans.subscribers_changed(live)
 
     def typing(self, user: UserId, session: SessionId, parent: MessageId | None, text: str | None = None) -> None:
-        """A hint that a turn after `parent` may come."""
-        del text  # drafts are not prefilled
-        live = self._core.sessions.peek(user, session)
-        path = None if live is None or parent is None else live.paths.get(parent)
-        if live is not None and path is not None and live.may_hint(self._core.clock()):
-            with contextlib.suppress(EngineUnavailableError):
-                self._core.link.engine.hint(user, path)
+        """A hint that a turn after `parent` may come, and what it begins with. Never fails."""
+        self._typing.typed(user, session, parent, text)
 
     # --- files and the OpenAI API -------------------------------------------------------------------------------------
 

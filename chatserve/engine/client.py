@@ -117,9 +117,9 @@ class EngineClient:
         """See `Cancel`."""
         self._send(Cancel(request_id, keep))
 
-    def hint(self, user: UserId, path: PathRef) -> None:
+    def hint(self, hint: Hint) -> None:
         """See `Hint`."""
-        self._send(Hint(user, path))
+        self._send(hint)
 
     def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
         """See `Release`."""

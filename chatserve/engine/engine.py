@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, assert_never
 
-from chatserve.engine.faults import fault_of
+from chatserve.engine.faults import fault_of, fault_of_hint
 from chatserve.engine.messages import (
     AnyCommand,
     CacheReport,
@@ -130,6 +130,7 @@ class Engine:
                 **self._counters,
                 **self._pipeline.counters,
                 **self._kv.counters,
+                "hinted_tokens": self._scheduler.hints.num_computed,
                 "wasted_slots": self._kv.wasted_slots(),
             },
             block_map=self._kv.block_map() if command.with_map else "",
@@ -152,6 +153,7 @@ class Engine:
                 self._reports.append(self.report(command))
             case Drain():
                 self._draining = True
+                self._scheduler.hints.drop_all()
             case _:
                 assert_never(command)
 
@@ -167,13 +169,13 @@ class Engine:
         else:
             self._enqueue(submit, token_ids)
 
-    def _whole_sequence(self, submit: Submit) -> list[int] | None:
+    def _whole_sequence(self, command: Submit | Hint) -> list[int] | None:
         """The base's ids and the new ones; None if the base is not known."""
-        if submit.base is None:
-            return list(submit.token_ids)
-        token_ids = self._read(submit.base, submit)
+        if command.base is None:
+            return list(command.token_ids)
+        token_ids = self._read(command.base, command)
         if token_ids is not None:
-            token_ids += submit.token_ids
+            token_ids += command.token_ids
         return token_ids
 
     def _enqueue(self, submit: Submit, token_ids: list[int]) -> None:
@@ -204,10 +206,14 @@ class Engine:
         )
 
     def _hint(self, hint: Hint) -> None:
-        token_ids = self._read(hint.path, hint)
-        if token_ids is not None:
-            self._kv.hint(token_ids, hint.user)
-            self._stirred = True
+        token_ids = self._whole_sequence(hint)
+        if token_ids is None or self._draining:
+            return
+        if token_ids and fault_of_hint(hint, len(token_ids), self.info.vocab_size) is None:
+            self._scheduler.hints.put(hint.user, hint.key, token_ids, hint.num_shared_tokens, hint.num_draft_tokens)
+        else:
+            self._scheduler.hints.drop(hint.user, hint.key)
+        self._stirred = True
 
     def _release(self, release: Release) -> None:
         # The longest first: a handle that is named twice is read to its end before it is forgotten.

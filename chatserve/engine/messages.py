@@ -71,11 +71,23 @@ class Cancel(Command, frozen=True):
     keep: int | None = None
 
 
-class Hint(Command, frozen=True):
-    """The user is typing: KV of `path` may be brought back from the host."""
+class Hint(Command, frozen=True, kw_only=True):
+    """The user's next prompt will probably begin with `base` + `token_ids`, of which the last `num_draft_tokens` are
+    what has been written of a message. KV may be brought back from the host for it, and what is missing computed ahead,
+    when nothing else wants the engine.
+
+    It takes the place of the last hint of the same user and `key`; without any ids it only ends that one. A `Submit` of
+    the user that begins like a hint's settled part ends the hint, and finds what it has computed. Never answered.
+    """
 
     user: UserId
-    path: PathRef
+    key: str
+    """Names what is written, within the user: a session."""
+    base: PathRef | None
+    token_ids: tuple[int, ...]
+    num_shared_tokens: int = 0
+    """As in `Submit`."""
+    num_draft_tokens: int = 0
 
 
 class Release(Command, frozen=True):
@@ -187,7 +199,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the start: prompt_tokens_cached, prompt_tokens_swapped_in, prompt_tokens_computed, output_tokens,
     steps (with rows), late_steps (launched when the device had come to the end of the one before), scheduling_us,
     launching_us and waiting_us (where the loop's time went), copies, swapped_out_blocks, swapped_in_blocks,
-    dropped_blocks, preemptions, restored_blocks and damaged_blocks (of a snapshot), wasted_slots (now)."""
+    dropped_blocks, preemptions, restored_blocks and damaged_blocks (of a snapshot), hinted_tokens (computed ahead),
+    wasted_slots (now)."""
     block_map: str = ""
 
 

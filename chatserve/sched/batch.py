@@ -98,6 +98,12 @@ class Batch:
         self._kv.finish(request.request_id, keep_tokens)
         self._leave(request)
 
+    def finish_hint(self, request: Request, num_settled: int) -> None:
+        """It was a hint's, of which the first `num_settled` tokens are a conversation and the rest a draft."""
+        self.settle(request)
+        self._kv.finish_hint(request.request_id, num_settled)
+        self._leave(request)
+
     def preempt(self, request: Request) -> None:
         """It makes room and will be admitted again."""
         self.settle(request)

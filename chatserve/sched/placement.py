@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from chatserve.sched.batch import Batch
     from chatserve.sched.draft import Draft
     from chatserve.sched.flights import Flights
+    from chatserve.sched.hints import Hints
     from chatserve.sched.queue import WaitingQueue
     from chatserve.sched.request import Request
 
@@ -24,14 +25,17 @@ CHUNK_TURNS: Final = 48
 
 
 class Placement:
-    """Places the requests of `batch`; those who give way go to `queue`."""
+    """Places the requests of `batch`; what is computed ahead for `hints` gives way first, and who gives way goes to
+    `queue`.
+    """
 
-    __slots__ = ("_batch", "_flights", "_is_starved", "_queue")
+    __slots__ = ("_batch", "_flights", "_hints", "_is_starved", "_queue")
 
-    def __init__(self, batch: Batch, queue: WaitingQueue, flights: Flights) -> None:
+    def __init__(self, batch: Batch, queue: WaitingQueue, flights: Flights, hints: Hints) -> None:
         self._batch = batch
         self._queue = queue
         self._flights = flights
+        self._hints = hints
         self._is_starved = False
 
     @property
@@ -74,6 +78,9 @@ class Placement:
             return
         new_block_ids = self._batch.grow(request, end)
         while new_block_ids is None:
+            if self._hints.pause():
+                new_block_ids = self._batch.grow(request, end)
+                continue
             draft.pressed = True
             if not self._flights.is_quiet:
                 self._is_starved = True

@@ -24,6 +24,7 @@ Why nothing starves and nothing locks up:
 - Preempted requests are readmitted before others are admitted, and only into room for all that they need.
 - New requests are admitted round robin over users; nobody overtakes one for whom there is no room.
 - A request that waits for another's prefix waits only while that one moves.
+- What is computed ahead (`hints`) has a row only where nobody waits, and gives its blocks back first.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from chatserve.sched.admission import AdmissionControl
 from chatserve.sched.batch import Batch
 from chatserve.sched.draft import Draft
 from chatserve.sched.flights import Flights
+from chatserve.sched.hints import Hints
 from chatserve.sched.outcome import Ended, Journal, Outcome
 from chatserve.sched.placement import Placement
 from chatserve.sched.plan import StepPlan, StepResult, Transfers
@@ -91,8 +93,11 @@ class Scheduler:
             max_running=self._max_running,
             min_fetched_blocks=min_fetched_blocks,
         )
+        self.hints: Final = Hints(
+            kv, max_batched_tokens=max_batched_tokens, max_rows=self._max_running, context_tokens=context_tokens
+        )
         self._flights = Flights()
-        self._placement = Placement(self._batch, self._queue, self._flights)
+        self._placement = Placement(self._batch, self._queue, self._flights, self.hints)
         self._step = 0
         self._arrivals = 0
 
@@ -117,7 +122,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` may do something, or `take_outcome` has an end to tell."""
-        return bool(self._requests or self._batch.has_left or self._journal.ended or len(self._flights))
+        return bool(
+            self._requests or self._batch.has_left or self._journal.ended or len(self._flights) or self.hints.has_work
+        )
 
     @property
     def is_copying(self) -> bool:
@@ -162,6 +169,7 @@ class Scheduler:
         )
         self._arrivals += 1
         self._requests[request_id] = request
+        self.hints.overtake(user, token_ids)
         if request.num_submitted >= request.max_length:  # an earlier run already gave all the output it may have
             self._end(request, FinishReason.LENGTH)
         else:
@@ -175,6 +183,7 @@ class Scheduler:
 
     def cancel_all(self) -> None:
         """End every request."""
+        self.hints.drop_all()
         for request_id in tuple(self._requests):
             self.cancel(request_id)
 
@@ -194,16 +203,20 @@ class Scheduler:
         if self._placement.must_wait:
             return StepPlan(self._step, (), Transfers(), (), ())
         draft = Draft(self._max_batched_tokens)
+        if self._queue:
+            self.hints.pause()
         self._placement.place_all(draft)
         if self._queue:
             refused = None if draft.pressed else self._admission.let_in(draft)
             if refused is not None and self._flights.is_quiet:
                 self._give_up(refused)
             self._admission.tell_positions()
+        elif self.hints.has_work and not any(request.is_prefilling for request in self._batch):
+            self.hints.place(draft)
         admitted, rows = draft.close()
         plan = StepPlan(
             step=self._step,
-            removed=self._batch.take_left(),
+            removed=self._batch.take_left() + self.hints.take_left(),
             transfers=self._kv.take_transfers(),
             admitted=admitted,
             rows=rows,
@@ -227,7 +240,10 @@ class Scheduler:
                 if row.sample:
                     next(tokens)
                 continue
-            request = requests[request_id]
+            request = requests.get(request_id)
+            if request is None:
+                self.hints.commit(row)
+                continue
             request.num_computed = end = row.start + row.num_tokens
             if end <= request.num_submitted:
                 self._batch.settle(request)
@@ -254,8 +270,11 @@ class Scheduler:
         """
         gone = self._land(plan)
         for row in plan.rows:
-            if row.request_id not in gone:
-                self._end(self._requests[row.request_id], FinishReason.ERROR, detail=detail)
+            request = self._requests.get(row.request_id)
+            if request is None:
+                self.hints.fail(row)
+            elif row.request_id not in gone:
+                self._end(request, FinishReason.ERROR, detail=detail)
 
     def background_done(self, step: int) -> None:
         """What the plan of that number had copied in the background is there."""
@@ -315,6 +334,7 @@ class Scheduler:
         self._flights.check(self._requests.values())
         self._queue.check()
         self._batch.check()
+        self.hints.check()
         assert len(self._batch) <= self._max_running
         assert len(self._requests) == len(self._batch) + len(self._queue)
         for request in self._batch:

@@ -36,6 +36,7 @@ _ENGINE_COUNTERS: Final = {
     "swapped_out_blocks": "Blocks copied to host memory",
     "swapped_in_blocks": "Blocks brought back from host memory",
     "dropped_blocks": "Host blocks given up, to be recomputed if they are needed",
+    "hinted_tokens": "Tokens computed ahead, while their user was typing",
     "restored_blocks": "Blocks read back from the KV snapshot",
     "damaged_blocks": "Blocks of the KV snapshot that could not be read back, to be recomputed if they are needed",
     "preemptions": "Running requests put back to wait",

@@ -174,3 +174,34 @@ async def test_after_a_restart_with_a_snapshot_the_next_turn_computes_what_is_ne
             assert started["computed_tokens"] == started["prompt_tokens"]
         server.stop()
     assert texts["kept"] == texts["lost"]
+
+
+async def test_what_is_typed_ahead_is_computed_ahead(start_server: Callable[..., Server]) -> None:
+    """A conversation that went to the host, and a draft of some length: the turn brings back nothing and computes what
+    the draft did not have.
+    """
+    draft = "what I would like to know about this harbour is how tall the lighthouse was " * 6
+    server = start_server(kv_cache_memory="160blocks", host_cache_memory="800blocks")
+    async with ChatClient(server.ws_url) as client:
+        for name in ("typed", "sent at once"):
+            session, _ = await client.started_session(params={"temperature": 0, "max_tokens": 8})
+            _, one = await client.turn(session, f"{name} " + "a long tale of a small harbour " * 100)
+            for n in range(3):
+                other, _ = await client.started_session()
+                await client.turn(other, f"{name} {n} fill " + "the pool with other words " * 120, max_tokens=2)
+            ahead = server.metric("chatserve_hinted_tokens_total")
+            if name == "typed":
+                await client.send({"type": "typing", "session": session, "parent": one, "text": draft + "and"})
+                for _ in range(600):
+                    if server.metric("chatserve_hinted_tokens_total") - ahead > 60:
+                        break
+                    await client.settle()
+                await idle(server)
+            _, two = await client.turn(session, draft + "and how wide", one)
+            started = client.started(session, two)
+            if name == "typed":
+                assert started["swapped_in_tokens"] == 0
+                assert started["computed_tokens"] <= 20
+            else:
+                assert started["swapped_in_tokens"] > 600
+                assert started["computed_tokens"] > 80

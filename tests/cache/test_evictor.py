@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatserve.cache.evictor import PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
+from chatserve.cache.evictor import HINTED, PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
 from chatserve.cache.node import Node
 
 
@@ -24,7 +24,9 @@ def order_of(evictor: Evictor, *, protect: bool) -> list[tuple[int, int]]:
     return order
 
 
-LEAVES = st.lists(st.tuples(st.sampled_from([PREEMPTED, PROBATION, PROTECTED]), st.integers(0, 99)), max_size=30)
+LEAVES = st.lists(
+    st.tuples(st.sampled_from([HINTED, PREEMPTED, PROBATION, PROTECTED]), st.integers(0, 99)), max_size=30
+)
 
 
 @given(LEAVES)
@@ -41,9 +43,9 @@ def test_past_its_share_the_protected_kind_goes_by_age(leaves: list[tuple[int, i
     for standing, last_used in leaves:
         evictor.add(leaf(standing, last_used))
     order = order_of(evictor, protect=False)
-    preempted = sorted(each for each in leaves if each[0] == PREEMPTED)
-    assert order[: len(preempted)] == preempted
-    assert [age for _, age in order[len(preempted) :]] == sorted(age for kind, age in leaves if kind != PREEMPTED)
+    first = sorted(each for each in leaves if each[0] in (HINTED, PREEMPTED))
+    assert order[: len(first)] == first
+    assert [age for _, age in order[len(first) :]] == sorted(a for kind, a in leaves if kind in (PROBATION, PROTECTED))
 
 
 def test_on_the_host_a_preempted_request_is_like_any_other() -> None:

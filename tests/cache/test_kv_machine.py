@@ -54,7 +54,8 @@ class KVMachine(RuleBasedStateMachine):
         token_ids, user, shared = self.draw_sequence(data)
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
-        running = self.cache.admit(name, token_ids, user, shared, ahead=data.draw(st.booleans()))
+        is_hint = data.draw(st.integers(0, 3)) == 0
+        running = self.cache.admit(name, token_ids, user, shared, ahead=data.draw(st.booleans()), is_hint=is_hint)
         if running is None:
             return None
         may_be_found = 0
@@ -143,7 +144,10 @@ class KVMachine(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.cache.running)))
         self.planned.pop(name, None)
-        self.cache.preempt(name)
+        if self.cache.running[name].is_hint:
+            self.cache.finish(name)
+        else:
+            self.cache.preempt(name)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -173,9 +177,10 @@ class KVMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
-    def hint(self, data: st.DataObject) -> None:
+    def release_hint(self, data: st.DataObject) -> None:
         known = data.draw(st.sampled_from(self.known))
-        self.cache.kv.hint(known.token_ids, UserId(known.user))
+        num_kept = data.draw(st.sampled_from([0, 0, 1, 5, len(known.token_ids)]))
+        self.cache.kv.release_hint(known.token_ids, UserId(known.user), num_kept)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chatserve.cache import search
 from chatserve.types import RequestId, UserId
-from tests.cache.token_storage import Cache
+from tests.cache.token_storage import Cache, Running
 
 SYSTEM = list(range(1000, 1010))
 """A shared prefix of two and a half blocks."""
@@ -293,8 +293,9 @@ def test_evicting_again_what_came_back_unchanged_moves_nothing() -> None:
     cache = swapped_out()
     cache.chat([*PROMPT[:12], 77])
     before = cache.kv.counters["swapped_out_blocks"]
-    cache.kv.hint(PROMPT[:12], UserId("ann"))
+    assert cache.admit("again", [*PROMPT[:12], 78])
     cache.step()
+    cache.finish("again")
     for node in list(cache.kv._tree.spare_copies):
         assert node.host_block_id is not None
     num_spare = len(cache.kv._tree.spare_copies)
@@ -326,28 +327,77 @@ def test_a_full_host_pool_forgets_its_coldest_leaf() -> None:
     assert cache.match(list(range(100, 130))) == 16
 
 
-def test_a_hint_brings_a_path_back_while_blocks_are_free() -> None:
-    cache = swapped_out()
-    cache.kv.hint(PROMPT, UserId("ann"))
-    assert not cache.kv.take_transfers()
-    cache.kv.release(list(range(100, 130)), UserId("ann"))
-    cache.kv.hint(PROMPT, UserId("ann"))
-    cache.kv.check()
-    cache.step()
-    assert cache.kv.match(PROMPT, UserId("ann")).num_cached == 13
-
-
-def test_a_hint_never_costs_a_request_its_room() -> None:
-    cache = swapped_out()
-    cache.kv.release(list(range(100, 130)), UserId("ann"))
-    cache.kv.hint(PROMPT, UserId("ann"))
-    assert cache.kv.counts()[0].pinned == 4
-    running = cache.admit("large", list(range(500, 532)))
+def draft(cache: Cache, token_ids: list[int], num_settled: int, user: str = "ann") -> Running:
+    """A hint from its admission to its end, alone."""
+    running = cache.admit("hint", [*token_ids, 0], user, is_hint=True)
     assert running is not None
-    assert cache.grow("large", 32)
-    assert not cache.kv.take_transfers().swap_in
-    cache.finish("large")
-    assert cache.match(PROMPT) == 13
+    assert cache.grow("hint", len(token_ids))
+    cache.step({"hint": len(token_ids) - running.num_computed})
+    cache.finish("hint", num_settled)
+    cache.step()
+    return running
+
+
+def test_a_draft_goes_before_everything_else_and_is_not_worth_a_place_on_the_host() -> None:
+    cache = Cache(8, 8)
+    cache.chat(PROMPT)
+    drafted = [*PROMPT, *range(40, 48)]
+    draft(cache, drafted, len(PROMPT))
+    assert cache.match([*drafted, 1]) == len(drafted)
+    cache.chat(list(range(100, 116)))
+    # The conversation's own end, which the draft goes on from, was copied and is what it was.
+    assert cache.match([*drafted, 1]) == len(PROMPT) == cache.kv.match([*drafted, 1], UserId("ann")).num_cached
+    assert cache.kv.counts()[1].cached == 0
+
+
+def test_what_was_drafted_and_sent_is_a_path_like_any_other() -> None:
+    cache = Cache(8, 8)
+    cache.chat(PROMPT)
+    drafted = [*PROMPT, *range(40, 48)]
+    draft(cache, drafted, len(PROMPT))
+    sent = cache.chat([*drafted, 50])
+    assert sent.num_matched == len(drafted)
+    cache.chat(list(range(100, 120)))
+    assert cache.match([*drafted, 50, 1]) == len(drafted) + 1
+
+
+def test_a_draft_that_goes_on_extends_what_it_has() -> None:
+    cache = Cache(16)
+    cache.chat(PROMPT)
+    for end in range(41, 50):
+        draft(cache, [*PROMPT, *range(40, end)], len(PROMPT))
+    assert cache.kv.counters["copies"] == 1
+    assert cache.kv.counts()[0].cached == 4 + 3
+
+
+def test_drafting_protects_nothing() -> None:
+    cache = Cache(16)
+    cache.chat(PROMPT)
+    for n in range(3):
+        draft(cache, [*PROMPT, 60 + n, 70], len(PROMPT))
+    cache.chat([*PROMPT, 50])
+    assert cache.kv._tree.num_protected == 0
+
+
+def test_a_draft_that_is_given_up_is_gone_but_for_what_is_kept() -> None:
+    cache = Cache(16)
+    cache.chat(PROMPT)
+    drafted = [*PROMPT, *range(40, 52)]
+    draft(cache, drafted, len(PROMPT))
+    cache.kv.release_hint(drafted, UserId("bob"))
+    assert cache.match([*drafted, 1]) == len(drafted)
+    cache.kv.release_hint(drafted, UserId("ann"), len(PROMPT) + 4)
+    assert cache.match([*drafted, 1]) == 20
+    cache.kv.release_hint(drafted, UserId("ann"))
+    assert cache.match([*drafted, 1]) == len(PROMPT)
+    assert cache.match([*PROMPT, 1]) == len(PROMPT)
+
+
+def test_a_draft_is_its_users_alone() -> None:
+    cache = Cache(16)
+    draft(cache, list(range(40, 60)), 0)
+    assert cache.match([*range(40, 60), 1], "bob") == 0
+    assert cache.match([*range(40, 60), 1]) == 20
 
 
 def test_the_page_daemon_copies_out_ahead_of_need_and_drops_nothing() -> None:

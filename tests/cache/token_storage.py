@@ -53,6 +53,7 @@ class Running:
     table: list[BlockId]
     num_cached: int
     num_swapped_in: int
+    is_hint: bool = False
     num_computed: int = 0
 
     def __post_init__(self) -> None:
@@ -115,17 +116,24 @@ class Cache:
         return found.num_cached + found.num_swapped
 
     def admit(
-        self, name: str, token_ids: Sequence[int], user: str = "ann", shared: int = 0, *, ahead: bool = False
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        user: str = "ann",
+        shared: int = 0,
+        *,
+        ahead: bool = False,
+        is_hint: bool = False,
     ) -> Running | None:
         matched = self.match(token_ids, user)
-        admission = self.kv.admit(RequestId(name), token_ids, UserId(user), shared, ahead=ahead)
+        admission = self.kv.admit(RequestId(name), token_ids, UserId(user), shared, ahead=ahead, is_hint=is_hint)
         self.kv.check()
         if admission is None:
             return None
         assert admission.num_computed <= matched < len(token_ids)
         table = list(admission.block_ids)
         assert len(table) == -(-admission.num_computed // self.block_size)
-        running = Running(user, shared, list(token_ids), table, admission.num_cached, admission.num_swapped_in)
+        running = Running(user, shared, list(token_ids), table, admission.num_cached, admission.num_swapped_in, is_hint)
         self.running[name] = running
         return running
 
@@ -142,7 +150,10 @@ class Cache:
 
     def finish(self, name: str, keep: int | None = None) -> Running:
         running = self.running.pop(name)
-        self.kv.finish(RequestId(name), keep)
+        if running.is_hint:
+            self.kv.finish_hint(RequestId(name), max(keep or 0, running.num_shared))
+        else:
+            self.kv.finish(RequestId(name), keep)
         self.kv.check()
         return running
 

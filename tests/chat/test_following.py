@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
 import pytest
 
-from chatserve.chat import live_session, sessions
+from chatserve.chat import sessions
 from chatserve.chat.prompt import PromptEncoder
-from chatserve.engine.messages import PathRef
 from chatserve.errors import BadParamsError
-from chatserve.types import MessageId, SessionId, UserId
 from tests.chat.harness import ANN, Harness, Mirror, refused, view_of
-from tests.fakes.inline_engine import InlineEngineClient
 from tests.fakes.memory_store import MemoryStore
 
 Encoders = dict[str, PromptEncoder]
@@ -59,53 +55,6 @@ async def test_a_trimmed_history_asks_for_a_snapshot(encoders: Encoders) -> None
         assert await harness.service.replay(ANN, session, 0) is None
         seq = harness.mirrors[session].seq
         assert len(await harness.service.replay(ANN, session, seq - 5) or ()) == 5
-
-
-class Hints(InlineEngineClient):
-    """Notes what it was hinted at."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.hints: list[tuple[UserId, PathRef]] = []
-
-    def hint(self, user: UserId, path: PathRef) -> None:
-        self.hints.append((user, path))
-        super().hint(user, path)
-
-
-async def test_typing_hints_at_what_the_next_turn_will_need_and_never_fails(encoders: Encoders) -> None:
-    harness = Harness(encoders["chatml"])
-    client = harness.client = Hints(harness.make_engine())
-    harness.service = harness._make_service()
-    async with harness:
-        session = await harness.create()
-        _, reply = await harness.turn(session, "on", max_tokens=5)
-        state = await harness.service.snapshot(ANN, session)
-        harness.service.typing(ANN, session, reply, "draft")
-        assert [(user, path.num_tokens) for user, path in client.hints] == [
-            (ANN, sum(len(m.token_ids) for m in state.messages))
-        ]
-        for parent in (None, MessageId("nobody")):
-            harness.service.typing(ANN, session, parent)
-        harness.service.typing(ANN, SessionId("nowhere"), reply)
-        client.kill()
-        harness.service.typing(ANN, session, reply)
-        assert len(client.hints) == 2
-
-
-async def test_a_flood_of_typing_reaches_the_engine_as_one_hint_a_moment(encoders: Encoders) -> None:
-    harness = Harness(encoders["chatml"])
-    client = harness.client = Hints(harness.make_engine())
-    harness.service = harness._make_service()
-    async with harness:
-        session = await harness.create()
-        _, reply = await harness.turn(session, "on", max_tokens=5)
-        for now in (1e6, 1e6 + live_session.HINT_EVERY_S, 1e6 - 3600):  # the wall clock may be set back
-            harness.now = now
-            client.hints.clear()
-            for _ in range(100):
-                harness.service.typing(ANN, session, reply, "dra")
-            assert len(client.hints) == 1
 
 
 async def test_sessions_that_rest_leave_memory_and_come_back(

@@ -140,10 +140,31 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.handle(make_cancel(request_id, keep))
             assert request_id not in self.engine._scheduler
 
-    @rule(path=paths)
-    def hint(self, path: PathRef) -> None:
-        if path in self.known:
-            self.engine.handle(Hint(self.known[path][0], path))
+    @rule(path=paths, draft=tokens, key=st.sampled_from(["a", "b"]), shared=st.booleans(), unknown=st.booleans())
+    def hint(self, path: PathRef, draft: list[int], key: str, shared: bool, unknown: bool) -> None:
+        """A draft after a known path, or of a first message, or a path that is not this user's."""
+        if path not in self.known:
+            return
+        user, token_ids = self.known[path]
+        if shared:
+            new = (*SYSTEM, *draft)
+            hint = Hint(user=user, key=key, base=None, token_ids=new, num_shared_tokens=11, num_draft_tokens=len(draft))
+        else:
+            num_shared = len(SYSTEM) if tuple(token_ids[: len(SYSTEM)]) == SYSTEM else 0
+            whose = USERS[user == USERS[0]] if unknown else user
+            hint = Hint(
+                user=whose,
+                key=key,
+                base=path,
+                token_ids=tuple(draft),
+                num_shared_tokens=num_shared,
+                num_draft_tokens=len(draft),
+            )
+        self.engine.handle(hint)
+
+    @rule(key=st.sampled_from(["a", "b"]), user=st.sampled_from(USERS))
+    def leave(self, key: str, user: UserId) -> None:
+        self.engine.handle(Hint(user=user, key=key, base=None, token_ids=()))
 
     @rule(path=paths)
     def release(self, path: PathRef) -> None:

@@ -32,7 +32,7 @@ COMMANDS: list[AnyCommand] = [
     make_submit("b", (), base=PATH, num_prompt_tokens=17, max_tokens=None),
     Cancel(RequestId("a")),
     Cancel(RequestId("a"), 3),
-    Hint(UserId("ann"), PATH),
+    Hint(user=UserId("ann"), key="chat", base=PATH, token_ids=(7, 8), num_shared_tokens=2, num_draft_tokens=2),
     Release(UserId("ann"), (PATH, PATH)),
     Inspect(5, with_map=True),
     Drain(),

@@ -205,7 +205,7 @@ def test_who_needs_what_a_hint_is_bringing_back_waits_for_it(seed: int) -> None:
     path = transcript.finished["cold"].path
     assert path is not None
     engine.handle(make_submit("room", (1, 2, 3), max_tokens=30))
-    engine.handle(Hint(USER, path))
+    engine.handle(Hint(user=USER, key="chat", base=path, token_ids=()))
     for _ in range(1 + seed % 2):
         transcript.add(engine.step())
     engine.handle(make_submit("back", (7,), base=path, max_tokens=4))

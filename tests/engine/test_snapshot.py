@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chatserve.cache import snapshot_files
+from chatserve.cache.siblings import pack
 from chatserve.cache.snapshot import Manifest, decode_manifest, encode_manifest
 from chatserve.config import KV_SNAPSHOT_S
 from chatserve.engine.engine import Engine
-from chatserve.engine.messages import Cancel, Inspect
+from chatserve.engine.messages import Cancel, Hint, Inspect
 from chatserve.engine.snapshot import Snapshot
 from chatserve.types import RequestId, UserId
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
@@ -525,8 +526,8 @@ def test_restored_blocks_under_pressure_say_what_a_cold_engine_says(
             case "background":
                 talk.engine.background()
             case "hint":
-                talk.engine._kv.hint(sequence[:cut], user)
-                talk.engine._stirred = True
+                ids, num_draft = tuple(sequence[:cut]), data.draw(st.integers(0, cut))
+                talk.engine.handle(Hint(user=user, key="chat", base=None, token_ids=ids, num_draft_tokens=num_draft))
             case "release":
                 talk.engine._kv.release(sequence[:cut], user)
                 talk.engine._stirred = True
@@ -545,15 +546,29 @@ def test_restored_blocks_under_pressure_say_what_a_cold_engine_says(
         assert text == expected
 
 
-def test_a_hint_has_its_path_read_first(tmp_path: Path) -> None:
+def test_a_hint_has_its_path_read_first_and_brought_back(tmp_path: Path) -> None:
     before = Talk(tmp_path)
     said = before.say(prompt_of(1, 40))
     for seed in range(2, 6):
         before.say(prompt_of(seed, 40))
     before.end()
     after = Talk(tmp_path)
-    kv = after.engine._kv
-    kv.hint(said, ANN)
-    block = kv.unread.next_wanted()
-    assert block is not None
-    assert block.node.key.endswith(bytes([0, 0, 0, said[3]]))
+    total = len(after.engine._kv.unread)
+    after.engine.handle(Hint(user=ANN, key="chat", base=None, token_ids=tuple(said)))
+    run_until_idle(after.engine, after.transcript)
+    assert len(after.engine._kv.unread) == total - -(-(len(said) - 1) // 4)
+    after.say([*said, 1])
+    assert after.transcript.started[f"r{after.count}"].swapped_in_tokens == 0
+    assert after.computed() <= 2
+
+
+def test_a_draft_that_was_never_sent_is_not_saved(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    said = talk.say(prompt_of(1, 40))
+    talk.engine.handle(Hint(user=ANN, key="chat", base=None, token_ids=(*said, *range(30)), num_draft_tokens=30))
+    run_until_idle(talk.engine, talk.transcript)
+    assert talk.engine.report(Inspect(0)).counters["hinted_tokens"] >= 30
+    talk.end()
+    kept = b"".join(block.token_ids for block in manifest_of(tmp_path).blocks)
+    assert pack(said[:-1]) in kept
+    assert pack(range(20)) not in kept

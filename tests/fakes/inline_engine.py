@@ -73,8 +73,8 @@ class InlineEngineClient:
     def cancel(self, request_id: RequestId, keep: int | None = None) -> None:
         self._send(Cancel(request_id, keep))
 
-    def hint(self, user: UserId, path: PathRef) -> None:
-        self._send(Hint(user, path))
+    def hint(self, hint: Hint) -> None:
+        self._send(hint)
 
     def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
         self._send(Release(user, tuple(paths), num_kept_tokens))
