@@ -128,6 +128,12 @@ def cli() -> None:
     default=_DEFAULTS.attention,
     help="Attention by plain torch or by our Triton kernels; auto takes the kernels on a GPU that they are made for.",
 )
+@option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
+    default=_DEFAULTS.gpu_memory_utilization,
+    help="Share of a GPU's memory that weights, steps and KV may take together.",
+)
 @option("--threads", type=click.IntRange(0), default=_DEFAULTS.threads, help="CPU threads; 0 takes one a core.")
 @_redis_url
 @option(

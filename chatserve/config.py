@@ -11,6 +11,8 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
+_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+
 SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
 
 KV_SNAPSHOT_S: Final = 20.0
@@ -41,7 +43,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of device KV with an optional suffix (512M, 4G), a number of blocks (64blocks), or auto."""
     host_cache_memory: str = "auto"
     max_batched_tokens: int = 0
-    """Most tokens a step; 0: 512 on a CPU, 8192 on a GPU."""
+    """Most tokens a step; 0: 512 on a CPU, 8192 on a GPU (`batched_tokens`)."""
     max_running: int = 256
     max_queued: int = 1024
     context_tokens: int = 0
@@ -52,6 +54,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of weights and KV: float32, bfloat16 or float16; auto: float32 on a CPU, 16 bits on a GPU."""
     attention: str = "auto"
     """torch: plain torch, on any device; triton: our kernels; auto: those on the GPUs and models that they serve."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that weights, steps and KV may take together."""
+    graphs: bool = True
+    """Replay captured graphs on CUDA; False: launch every kernel of every step, to look for faults."""
+    load_format: str = "safetensors"
+    """random: make weights up, for measurements of a shape."""
     threads: int = 0
     """Compute threads on a CPU; 0: one a physical core."""
     kv_snapshot: Path | None = None
@@ -59,6 +67,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_snapshot_limit: str = "16G"
     """Most KV in it, as `kv_cache_memory` is given."""
     socket_path: Path = Path("engine.sock")
+
+    def batched_tokens(self, device_type: str) -> int:
+        """Most tokens a step on such a device."""
+        return self.max_batched_tokens or _BATCHED_TOKENS.get(device_type, _BATCHED_TOKENS["cpu"])
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +113,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_impl: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    gpu_memory_utilization: float = 0.9
     threads: int = 0
     kv_snapshot: Path | None = None
     kv_snapshot_limit: str = "16G"

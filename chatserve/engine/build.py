@@ -16,8 +16,6 @@ from chatserve.sched.scheduler import Scheduler
 if TYPE_CHECKING:
     from chatserve.config import EngineSettings
 
-_CPU_BATCHED_TOKENS: Final = 512
-_GPU_BATCHED_TOKENS: Final = 8192
 _LEAST_BLOCKS: Final = 2
 
 
@@ -63,11 +61,10 @@ def build_engine(settings: EngineSettings, runner: SizedRunner) -> Engine:
     if settings.context_tokens:
         context_tokens = min(context_tokens, settings.context_tokens)
     device = str(runner.device)
-    default_budget = _GPU_BATCHED_TOKENS if device.startswith("cuda") else _CPU_BATCHED_TOKENS
     kv = KVManager(num_blocks=runner.num_blocks, num_host_blocks=runner.num_host_blocks, block_size=settings.block_size)
     scheduler = Scheduler(
         kv,
-        max_batched_tokens=settings.max_batched_tokens or default_budget,
+        max_batched_tokens=settings.batched_tokens(device.partition(":")[0]),
         max_running=settings.max_running,
         max_queued=settings.max_queued,
         context_tokens=context_tokens,

@@ -81,6 +81,7 @@ class _Probe:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int, int]] = []
         """(layer, num_heads, num_kv_heads, head_dim)"""
+        self.windows: list[int | None] = []
 
     def attend(
         self,
@@ -93,7 +94,8 @@ class _Probe:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        del value, scale, window, softcap
+        del value, scale, softcap
+        self.windows.append(window)
         self.calls.append((layer, query.shape[1], key.shape[1], key.shape[2]))
         return torch.zeros_like(query)
 
@@ -130,12 +132,21 @@ class HFModel:
         self.info = self._measure(config, device)
 
     @torch.inference_mode()
-    def forward(
+    def features(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, logit_rows: torch.Tensor
     ) -> torch.Tensor:
+        """The logits themselves: what lies before them is each model's own affair."""
         if self._slices_logits:
             return self._call(input_ids, positions, attention, logits_to_keep=logit_rows)
         return self._call(input_ids, positions, attention)[logit_rows]
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        return self.features(input_ids, positions, attention, logit_rows)
 
     def _call(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, **kwargs: Any
@@ -179,6 +190,7 @@ class HFModel:
             vocab_size=logits.shape[-1],
             context_tokens=_context_tokens(text),
             impl="hf",
+            windows=tuple(dict.fromkeys(probe.windows)),
         )
 
 

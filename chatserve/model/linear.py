@@ -75,7 +75,7 @@ def _packing_works() -> bool:
 
 
 def _try_packing() -> bool:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(48, 32, generator=generator), torch.randn(48, generator=generator)

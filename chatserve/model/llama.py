@@ -1,7 +1,7 @@
 """Our own definition of the Llama family: Llama, SmolLM, Mistral, Qwen2, Qwen3.
 
-One pre-norm decoder over a packed batch: query, key and value come from one merged product, gate and up from another,
-and residuals are added inside products where the device can. Numerically it is transformers' model of the same
+One pre-norm decoder over a packed batch: query, key and value come from one merged product, gate and up from another;
+what happens between the products is a device's business (`ops`). Numerically it is transformers' model of the same
 configuration (checked on random ones). Knows nothing of requests, blocks or sampling: KV goes through the backend.
 """
 
@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chatserve.errors import StartupError
 from chatserve.model.linear import Linear, make_linear
+from chatserve.model.ops import Rope, TorchOps
 from chatserve.model.shapes import ModelInfo
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from chatserve.model.attention import StepAttention
-    from chatserve.model.loader import WeightReader
+    from chatserve.model.loader import TensorSource
+    from chatserve.model.ops import Ops, RotaryAttention
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -58,12 +60,13 @@ class _Layer(NamedTuple):
 class LlamaModel:
     """A loaded model. `forward` is inference only, and touches no memory but its weights and the backend's."""
 
-    def __init__(self, config: PreTrainedConfig, weights: WeightReader) -> None:
+    def __init__(self, config: PreTrainedConfig, weights: TensorSource) -> None:
         reason = why_not(config)
         if reason is not None:
             raise StartupError(f"the llama definition cannot run this model: {reason}; use --model-impl hf")
         heads: int = config.num_attention_heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        windows = [_window(config, index) for index in range(config.num_hidden_layers)]
         self.info = ModelInfo(
             num_layers=config.num_hidden_layers,
             num_heads=heads,
@@ -72,6 +75,7 @@ class LlamaModel:
             vocab_size=config.vocab_size,
             context_tokens=config.max_position_embeddings,
             impl="llama",
+            windows=tuple(dict.fromkeys(windows)),
         )
         self._eps: float = config.rms_norm_eps
         self._scale = head_dim**-0.5
@@ -84,60 +88,58 @@ class LlamaModel:
             self._head = make_linear(self._embeddings)
         else:
             self._head = make_linear(weights.take("lm_head.weight", (config.vocab_size, hidden)))
-        frequencies, self._rope_factor = _rope_frequencies(config, head_dim)
-        self._frequencies = frequencies.to(self._embeddings.device)
+        frequencies, factor = _rope_frequencies(config, head_dim)
+        self.rope = Rope(frequencies.to(self._embeddings.device), factor)
+        self.ops: Ops = TorchOps(self.rope, self._embeddings.dtype)
+        """What runs between the products; may be set to another set of the same operations."""
 
     @torch.inference_mode()
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        info, eps = self.info, self._eps
-        num_tokens = input_ids.shape[0]
-        rotated = info.num_heads + info.num_kv_heads
-        cosines, sines = self._rope(positions)
-        hidden = F.embedding(input_ids, self._embeddings)
+        return self.logits(self.features(input_ids, positions, attention, logit_rows)).float()
+
+    @torch.inference_mode()
+    def features(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        ops, eps = self.ops, self._eps
+        rotary = ops.rotary(attention, positions)
+        residual = F.embedding(input_ids, self._embeddings)
+        normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            normed = _rms_norm(hidden, layer.input_norm, eps)
-            heads = layer.qkv(normed).view(num_tokens, rotated + info.num_kv_heads, info.head_dim)
-            value = heads[:, rotated:]
-            if layer.query_norm is None or layer.key_norm is None:
-                query_key = heads[:, :rotated]
-            else:
-                query_key = torch.cat(
-                    (
-                        _rms_norm(heads[:, : info.num_heads], layer.query_norm, eps),
-                        _rms_norm(heads[:, info.num_heads : rotated], layer.key_norm, eps),
-                    ),
-                    dim=1,
-                )
-            query_key = _rotate(query_key, cosines, sines)
-            attended = attention.attend(
-                index,
-                query_key[:, : info.num_heads],
-                query_key[:, info.num_heads :],
-                value,
-                scale=self._scale,
-                window=layer.window,
-            )
-            hidden = layer.output.add_to(hidden, attended.reshape(num_tokens, -1))
-            normed = _rms_norm(hidden, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=1)
-            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
-        last = _rms_norm(hidden[logit_rows], self._final_norm, eps)
-        return self._head(last).float()
+            attended = self._attend(index, layer, normed, rotary)
+            if index == last:  # nothing past the last attention is of use to other tokens
+                attended, residual = attended[logit_rows], residual[logit_rows]
+            residual, normed = ops.add_norm(layer.output, attended, residual, layer.mlp_norm, eps)
+            activated = ops.silu_mul(layer.gate_up(normed))
+            next_norm = self._final_norm if index == last else self._layers[index + 1].input_norm
+            residual, normed = ops.add_norm(layer.down, activated, residual, next_norm, eps)
+        return normed
 
-    def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each [num_tokens, 1, head_dim], the first half of the sines negated for `_rotate`."""
-        angles = torch.outer(positions.float(), self._frequencies)
-        cosines, sines = angles.cos().mul_(self._rope_factor), angles.sin().mul_(self._rope_factor)
-        dtype = self._embeddings.dtype
-        return (
-            torch.cat((cosines, cosines), dim=1).unsqueeze(1).to(dtype),
-            torch.cat((-sines, sines), dim=1).unsqueeze(1).to(dtype),
+    @torch.inference_mode()
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return self._head(features)
+
+    def _attend(self, index: int, layer: _Layer, normed: torch.Tensor, rotary: RotaryAttention) -> torch.Tensor:
+        """[num_tokens, num_heads * head_dim]"""
+        info = self.info
+        num_tokens = normed.shape[0]
+        rotated = info.num_heads + info.num_kv_heads
+        heads = layer.qkv(normed).view(num_tokens, rotated + info.num_kv_heads, info.head_dim)
+        query_key, value = heads[:, :rotated], heads[:, rotated:]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = self.ops.rms_norm(heads[:, : info.num_heads], layer.query_norm, self._eps)
+            key = self.ops.rms_norm(heads[:, info.num_heads : rotated], layer.key_norm, self._eps)
+            query_key = torch.cat((query, key), dim=1)
+        attended = rotary.attend(
+            index, query_key, value, num_heads=info.num_heads, scale=self._scale, window=layer.window
         )
+        return attended.reshape(num_tokens, -1)
 
 
-def _load_layer(config: PreTrainedConfig, info: ModelInfo, weights: WeightReader, index: int) -> _Layer:
+def _load_layer(config: PreTrainedConfig, info: ModelInfo, weights: TensorSource, index: int) -> _Layer:
     prefix = f"model.layers.{index}."
     hidden: int = config.hidden_size
     query_width, key_width = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
@@ -149,12 +151,10 @@ def _load_layer(config: PreTrainedConfig, info: ModelInfo, weights: WeightReader
     weights.ignore(f"{prefix}self_attn.rotary_emb.inv_freq")
 
     def merged(parts: Sequence[tuple[str, int]], width: int, *, bias: bool) -> Linear:
-        weight = [weights.take(f"{prefix}{name}.weight", (size, width)) for name, size in parts]
-        biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in parts] if bias else []
-        return make_linear(torch.cat(weight), torch.cat(biases) if bias else None)
+        weight = weights.take_merged([(f"{prefix}{name}.weight", rows) for name, rows in parts], width)
+        biases = weights.take_merged([(f"{prefix}{name}.bias", rows) for name, rows in parts]) if bias else None
+        return make_linear(weight, biases)
 
-    layer_types = getattr(config, "layer_types", None)
-    sliding = layer_types is None or layer_types[index] == "sliding_attention"
     return _Layer(
         input_norm=weights.take(f"{prefix}input_layernorm.weight", (hidden,)),
         qkv=merged(
@@ -172,8 +172,14 @@ def _load_layer(config: PreTrainedConfig, info: ModelInfo, weights: WeightReader
             bias=mlp_bias,
         ),
         down=merged([("mlp.down_proj", hidden)], config.intermediate_size, bias=mlp_bias),
-        window=getattr(config, "sliding_window", None) if sliding else None,
+        window=_window(config, index),
     )
+
+
+def _window(config: PreTrainedConfig, layer: int) -> int | None:
+    layer_types = getattr(config, "layer_types", None)
+    sliding = layer_types is None or layer_types[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if sliding else None
 
 
 def _rope_frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -183,21 +189,3 @@ def _rope_frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[torch.Te
         base: float = config.rope_parameters["rope_theta"]
         return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)), 1.0
     return ROPE_INIT_FUNCTIONS[rope_type](config)
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32.
-
-    Written out where torch has no fused kernel: on a CPU its own took 730 µs for 512 rows of 576, this 58.
-    """
-    if x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()
-    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
-
-
-def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding (Su et al. 2021) in the half-split layout: x · cos + (x₂, x₁) · (-sin, sin)."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((second, first), dim=-1).mul_(sines).addcmul_(heads, cosines)

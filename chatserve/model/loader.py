@@ -6,6 +6,8 @@ names it. Chooses the precision and between our own definition and transformers'
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -16,6 +18,7 @@ from chatserve.errors import StartupError
 from chatserve.model import model_dir
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -23,14 +26,29 @@ if TYPE_CHECKING:
 
     from chatserve.model.shapes import CausalModel
 
+_log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHOWN_NAMES = 4
+_PROGRESS_S = 2.0
+_RANDOM_SCALE = 0.02
+"""Standard deviation of random weights, as models are initialised with: activations stay of a sane size."""
 
 
 class TensorSource(Protocol):
-    """Named tensors, each taken once."""
+    """Named tensors in one precision on one device, each taken once."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor."""
+        ...
+
+    def take_merged(self, parts: Sequence[tuple[str, int]], *width: int) -> torch.Tensor:
+        """Tensors of (name, rows), each [rows, *width], one under the other, without a second copy of any."""
+        ...
+
+    def ignore(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+        ...
 
 
 class WeightReader:
@@ -46,6 +64,8 @@ class WeightReader:
         self._device = device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._bytes = self._total_bytes = 0
+        self._say_at = time.monotonic() + _PROGRESS_S
         for path in model_dir.weight_files(directory):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
@@ -53,6 +73,7 @@ class WeightReader:
                 self._stack.close()
                 raise StartupError(f"{path} cannot be read: {error}; fetch the model again") from error
             self._files.update(dict.fromkeys(file.keys(), file))
+            self._total_bytes += path.stat().st_size
         self._left = set(self._files)
 
     def __enter__(self) -> Self:
@@ -68,7 +89,25 @@ class WeightReader:
         return name in self._files
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor in the reader's dtype, on its device."""
+        tensor = self._mapped(name, shape).to(device=self._device, dtype=self._dtype)
+        self._tell()
+        return tensor
+
+    def take_merged(self, parts: Sequence[tuple[str, int]], *width: int) -> torch.Tensor:
+        if len(parts) == 1:
+            (name, rows), *_ = parts
+            return self.take(name, (rows, *width))
+        merged = torch.empty((sum(rows for _, rows in parts), *width), dtype=self._dtype, device=self._device)
+        for (name, rows), part in zip(parts, merged.split([rows for _, rows in parts]), strict=True):
+            part.copy_(self._mapped(name, (rows, *width)))
+            self._tell()
+        return merged
+
+    def ignore(self, name: str) -> None:
+        self._left.discard(name)
+
+    def _mapped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A view of the file."""
         file = self._files.get(name)
         if file is None:
             raise StartupError(f"{self._directory} lacks the weight {name}; is it a whole model of this architecture?")
@@ -80,11 +119,15 @@ class WeightReader:
         if not tensor.dtype.is_floating_point:
             raise StartupError(f"{self._directory}: {name} is {tensor.dtype}; quantised weights are not read")
         self._left.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        self._bytes += tensor.nbytes
+        return tensor
 
-    def ignore(self, name: str) -> None:
-        """A tensor that may be there and is not needed."""
-        self._left.discard(name)
+    def _tell(self) -> None:
+        """Say how far it is, where it takes long enough for somebody to wonder."""
+        now = time.monotonic()
+        if now >= self._say_at:
+            self._say_at = now + _PROGRESS_S
+            _log.info("weights: %.1f of %.1f GB", self._bytes / 1e9, self._total_bytes / 1e9)
 
     def finish(self) -> None:
         if self._left:
@@ -92,6 +135,29 @@ class WeightReader:
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
             shown = ", ".join(names[:_SHOWN_NAMES])
             raise StartupError(f"{self._directory} holds weights that this architecture does not have: {shown}{more}")
+
+
+class RandomWeights:
+    """Normal numbers in place of a checkpoint, the same for the same seed: they time like real ones.
+
+    Those of norms are near 1.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        return tensor.normal_(mean, _RANDOM_SCALE, generator=self._generator)
+
+    def take_merged(self, parts: Sequence[tuple[str, int]], *width: int) -> torch.Tensor:
+        return self.take(parts[0][0], (sum(rows for _, rows in parts), *width))
+
+    def ignore(self, name: str) -> None:
+        """Has none that could be left over."""
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -150,23 +216,29 @@ def choose_dtype(setting: str, config: PreTrainedConfig, device: torch.device) -
 
 
 def load_model(
-    directory: Path, device: torch.device, impl: str, dtype_setting: str = "auto"
+    directory: Path, device: torch.device, impl: str, dtype_setting: str = "auto", load_format: str = "safetensors"
 ) -> tuple[CausalModel, torch.dtype]:
     """The model of a directory, and the precision that it and its KV are held in.
 
     `impl` is `llama` (our own definition), `hf` (transformers' model through our attention) or `auto`: the first that
-    can run it.
+    can run it. `load_format` `random` needs a configuration alone and makes weights up, for measurements.
 
     Raises:
         StartupError: the directory is damaged, or this program cannot run what is in it.
     """
     if impl not in {"auto", "llama", "hf"}:
         raise StartupError(f"model-impl must be auto, llama or hf, not {impl!r}")
-    model_dir.check_directory(directory)
+    if load_format not in {"safetensors", "random"}:
+        raise StartupError(f"load-format must be safetensors or random, not {load_format!r}")
+    is_random = load_format == "random"
+    if not is_random:
+        model_dir.check_directory(directory)
     config = read_config(directory)
     dtype = choose_dtype(dtype_setting, config, device)
     from chatserve.model import llama  # noqa: PLC0415 - needs transformers, seconds to import
 
+    if is_random:
+        return llama.LlamaModel(config, RandomWeights(dtype=dtype, device=device)), dtype
     if impl == "llama" or (impl == "auto" and llama.why_not(config) is None):
         with WeightReader(directory, dtype=dtype, device=device) as weights:
             model = llama.LlamaModel(config, weights)

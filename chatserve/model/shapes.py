@@ -39,6 +39,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     impl: str
     """llama or hf."""
+    windows: tuple[int | None, ...] = (None,)
+    """Sliding windows that any layer has; None: a layer without one."""
 
 
 class CausalModel(Protocol):
@@ -46,12 +48,22 @@ class CausalModel(Protocol):
 
     info: ModelInfo
 
+    def features(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the KV of a packed batch, and all that comes before the logits of some of its tokens.
+
+        `input_ids` and `positions` are int64 [num_tokens]; `logit_rows`, int64 [num_rows], are indices into them.
+        Returns [num_rows, features of a token].
+        """
+        ...
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size], in the model's own precision or float32."""
+        ...
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the KV of a packed batch and the logits of some of its tokens.
-
-        `input_ids` and `positions` are int64 [num_tokens]; `logit_rows`, int64 [num_rows], are indices into them.
-        Returns [num_rows, vocab_size] in float32.
-        """
+        """Both, in float32."""
         ...

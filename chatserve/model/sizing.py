@@ -22,29 +22,41 @@ _ALLOWED = "bytes with an optional suffix (512M, 4G) or a number of blocks (64bl
 _AUTO_CPU_SHARE = 0.25
 _AUTO_CPU_BYTES = 2 << 30
 _AUTO_HOST_BYTES = 16 << 30
-_AUTO_CUDA_SHARE = 0.9
-_CUDA_RESERVE_BYTES = 1 << 30
-"""For activations, logits and gathered keys of the largest step."""
 _AUTO_BLOCKS = 1 << 17
 """Most blocks by default: tiny models have tiny blocks, and each costs the block tree a little."""
 MIN_BLOCKS = 2
 
 
-def device_blocks(setting: str, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the device pool for `--kv-cache-memory`.
+def cuda_room(device: torch.device, utilization: float, step_bytes: int) -> int:
+    """Bytes that KV may take of a CUDA device, beside what is taken already and what steps will.
+
+    Raises:
+        StartupError: nothing is left.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    room = int(total * utilization) - (total - free) - step_bytes
+    if room <= 0:
+        raise StartupError(
+            f"{device} has no memory left for KV: of {total >> 20} MiB --gpu-memory-utilization {utilization:g} allows "
+            f"{int(total * utilization) >> 20}, weights and others have {(total - free) >> 20}, steps need "
+            f"{step_bytes >> 20}; a larger share or a smaller --max-batched-tokens would help"
+        )
+    return room
+
+
+def device_blocks(setting: str, block_bytes: int, free: int, *, is_cuda: bool) -> int:
+    """Blocks of the device pool for `--kv-cache-memory`, of `free` bytes.
 
     Raises:
         StartupError: the value is nonsense, too small for two blocks, or more than there is.
     """
-    free = _cuda_free(device) if device.type == "cuda" else available_memory()
     if setting == "auto":
-        if device.type == "cuda":
-            budget = int(free * _AUTO_CUDA_SHARE) - _CUDA_RESERVE_BYTES
-        else:
-            budget = min(int(free * _AUTO_CPU_SHARE), _AUTO_CPU_BYTES)
+        budget = free if is_cuda else min(int(free * _AUTO_CPU_SHARE), _AUTO_CPU_BYTES)
         blocks = min(budget // block_bytes, _AUTO_BLOCKS)
         if blocks < MIN_BLOCKS:
-            raise StartupError(f"{free >> 20} MiB of free memory on {device} is too little for KV; free some")
+            raise StartupError(
+                f"{free >> 20} MiB are free, which is too little for KV: {MIN_BLOCKS} blocks of {block_bytes} bytes"
+            )
         return blocks
     blocks = parse_size("kv-cache-memory", setting, block_bytes)
     if blocks < MIN_BLOCKS:
@@ -125,11 +137,6 @@ def _cgroup_rooms() -> Iterator[int]:
             yield max(0, int((root / limit_name).read_text()) - int((root / usage_name).read_text()))
         except (OSError, ValueError):  # no such controller, or "max"
             continue
-
-
-def _cuda_free(device: torch.device) -> int:
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def _check_there_is(option: str, setting: str, wanted: int, free: int) -> None:

@@ -236,6 +236,7 @@ class Supervisor:
             model_impl=settings.model_impl,
             dtype=settings.dtype,
             attention=settings.attention,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
             threads=settings.threads,
             kv_snapshot=settings.kv_snapshot,
             kv_snapshot_limit=settings.kv_snapshot_limit,

@@ -201,6 +201,24 @@ def test_text_alone_equals_text_in_a_batch_that_changes(runner: ModelRunner, par
         assert texts[name]
 
 
+def test_steps_may_be_launched_before_the_ids_of_those_before_them_are_known(runner: ModelRunner) -> None:
+    """Requests join, sample and leave, their slots go to others, and nobody has looked at an id yet."""
+    params = SamplingParams(temperature=1.0, seed=3)
+    prompts = [some_ids(6 + index, index) for index in range(4)]
+    expected = [generate(runner, prompt, range(8), 6, params) for prompt in prompts]
+    launched = []
+    for index, prompt in enumerate(prompts):
+        name = f"r{index}"
+        blocks = tuple(range(8 * index, 8 * index + 8))
+        for turn in range(6):
+            row = Row(name, 0, len(prompt), (), True) if turn == 0 else Row(name, len(prompt) + turn - 1, 1, (), True)
+            admitted = (Admitted(name, prompt, len(prompt), 0, blocks, params),) if turn == 0 else ()
+            removed = (f"r{index - 1}",) if turn == 0 else ()
+            launched.append(runner.launch(StepPlan(turn, removed, Transfers(), admitted, (row,))))
+    texts = [step.wait().token_ids[0] for step in launched]
+    assert [texts[6 * index : 6 * index + 6] for index in range(4)] == expected
+
+
 def test_a_request_resubmitted_after_a_crash_draws_the_same_tokens(model_dir: Path, runner: ModelRunner) -> None:
     params = SamplingParams(temperature=1.0, seed=5, presence_penalty=0.7, repetition_penalty=1.2)
     ids = some_ids(9)
