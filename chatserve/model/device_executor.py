@@ -47,7 +47,7 @@ class _Body(NamedTuple):
     sources: torch.Tensor
     """int64 [num_tokens], where in the id buffer each token's id is."""
     logit_rows: torch.Tensor
-    """int64 [max_rows + max_prompts]"""
+    """int64 [rows that may sample]"""
 
 
 class DeviceExecutor:
@@ -116,7 +116,8 @@ class DeviceExecutor:
         bodies = []
         for shape, attention in zip(shapes, steps, strict=True):
             sources = self._ids[self._first_id + shape.num_tokens :][: shape.num_tokens]
-            logit_rows = self._ids[self._first_id + 2 * shape.num_tokens :][: shape.max_rows + shape.max_prompts]
+            most_sampled = min(shape.max_rows + shape.max_prompts, len(self._sampled))
+            logit_rows = self._ids[self._first_id + 2 * shape.num_tokens :][:most_sampled]
             bodies.append(_Body(shape, attention, sources, logit_rows))
         return sorted(bodies, key=lambda body: body.shape.num_tokens)
 

@@ -58,11 +58,10 @@ class Readback:
     def __init__(self, values: torch.Tensor) -> None:
         """Begin to copy `values`, int64 of one dimension, in the order of the current stream."""
         self._event: torch.cuda.Event | None = None
-        self._values = values
+        # Torch's own cache of pinned memory knows when a copy into it has been made.
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
         if values.is_cuda:
-            # Torch's own cache of pinned memory, which knows when a copy into it has been made.
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 

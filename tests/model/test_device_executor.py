@@ -1,0 +1,206 @@
+"""The GPU's way through a step says what the CPU's does: padded shapes, fused kernels, sampling on the device.
+
+Where there is a GPU the steps are captured graphs; elsewhere the very same launches are interpreted. Pools are full of
+NaN where nobody has written.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chatserve.bench.equality import Outcome, compare, oracle_generate
+from chatserve.config import EngineSettings
+from chatserve.model.block_tables import BlockTables
+from chatserve.model.kv_storage import KVStorage
+from chatserve.model.loader import load_model
+from chatserve.model.rows import BatchRows
+from chatserve.model.runner import ModelRunner, build_runner
+from chatserve.model.shapes import KVShape
+from chatserve.sched.plan import Admitted, Row, StepPlan, Transfers
+from chatserve.types import BlockId, RequestId, SamplingParams
+from tests.model.tiny import OUR_FAMILIES, VOCAB, make_model
+
+triton_attention = pytest.importorskip("chatserve.model.triton_attention", reason="Triton is made for Linux only")
+
+from chatserve.model.device_executor import DeviceExecutor  # noqa: E402 - after the check that it can be imported
+from chatserve.model.graphs import CapturedGraphs, GraphShape, PlainLaunches, row_classes, step_shapes  # noqa: E402
+from chatserve.model.ops import FusedOps  # noqa: E402
+
+# Random numbers are 64-bit products, which wrap; NumPy warns of it where kernels are interpreted.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = 4
+NUM_BLOCKS = 80
+MAX_ROWS = 4
+SHAPES = [GraphShape(4, 16, 2), GraphShape(4), GraphShape(1)]
+FAMILIES = ("llama", "mistral-window", "qwen3")
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_model(path, {**OUR_FAMILIES[request.param], "num_hidden_layers": 2, "head_dim": 16})
+    return path
+
+
+def device_runner(directory: Path, shapes: list[GraphShape]) -> ModelRunner:
+    """A runner around a `DeviceExecutor` on whatever device there is, in float32."""
+    model, dtype = load_model(directory, DEVICE, "llama", "float32")
+    info = model.info
+    shape = KVShape(
+        num_layers=info.num_layers, num_kv_heads=info.num_kv_heads, head_dim=info.head_dim, block_size=BLOCK
+    )
+    storage = KVStorage(shape, num_blocks=NUM_BLOCKS, num_host_blocks=0, dtype=dtype, device=DEVICE)
+    backend = triton_attention.TritonAttention(storage, info.num_heads)
+    model.ops = FusedOps(model.rope, info.context_tokens)  # type: ignore[attr-defined]
+    rows = BatchRows(BlockTables(MAX_ROWS, 40, DEVICE))
+    replays = CapturedGraphs() if DEVICE.type == "cuda" else PlainLaunches()
+    stream = torch.cuda.stream(torch.cuda.Stream()) if DEVICE.type == "cuda" else None
+    with torch.inference_mode():
+        if stream is not None:
+            stream.__enter__()
+        executor = DeviceExecutor(model, backend, rows, shapes, replays)
+        executor.capture()
+        if stream is not None:
+            torch.cuda.synchronize()
+            stream.__exit__(None, None, None)
+    storage.device_pool.fill_(torch.nan)
+    return ModelRunner(storage, executor, context_tokens=160)
+
+
+def host_runner(directory: Path) -> ModelRunner:
+    runner = build_runner(
+        EngineSettings(
+            model_dir=directory,
+            model_name="tiny",
+            device="cpu",
+            block_size=BLOCK,
+            kv_cache_memory=f"{NUM_BLOCKS}blocks",
+            host_cache_memory="0",
+            threads=1,
+            dtype="float32",
+        )
+    )
+    runner.storage.device_pool.fill_(torch.nan)
+    return runner
+
+
+def script(seed: int, params: list[SamplingParams], num_steps: int) -> list[StepPlan]:
+    """Requests come in chunks, decode beside each other, leave in mid-answer, and others take their slots."""
+    rng = random.Random(seed)
+    free = list(range(NUM_BLOCKS))
+    rng.shuffle(free)
+    running: dict[str, dict[str, Any]] = {}
+    plans = []
+    for step in range(num_steps):
+        removed, admitted, rows = [], [], []
+        for name in [name for name, its in running.items() if its["left"] == 0]:
+            free.extend(running.pop(name)["blocks"])
+            removed.append(RequestId(name))
+        while len(running) < MAX_ROWS and rng.random() < 0.7:
+            name = f"r{step}.{len(running)}"
+            prompt = [rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 2, 7, 13, 22]))]
+            its = {"prompt": len(prompt), "done": 0, "blocks": [], "left": rng.randint(1, 5)}
+            running[name] = its
+            sampling = params[rng.randrange(len(params))]
+            admitted.append(Admitted(RequestId(name), tuple(prompt), len(prompt), 0, (), sampling))
+        for name, its in running.items():
+            known = its["prompt"] if its["done"] < its["prompt"] else its["done"] + 1
+            count = min(known - its["done"], rng.choice([1, 5, 9]))
+            if its["done"] and its["done"] < its["prompt"] and rng.random() < 0.2:
+                continue
+            end = its["done"] + count
+            new = [free.pop() for _ in range(-(-end // BLOCK) - len(its["blocks"]))]
+            its["blocks"] += new
+            sample = end == known
+            its["left"] -= sample
+            rows.append(Row(RequestId(name), its["done"], count, tuple(map(BlockId, new)), sample=sample))
+            its["done"] = end
+        plans.append(StepPlan(step, tuple(removed), Transfers(), tuple(admitted), tuple(rows)))
+    return plans
+
+
+def play(runner: ModelRunner, plans: list[StepPlan]) -> dict[str, list[int]]:
+    """Two steps in flight all the time: nobody looks at an id before the next step is launched."""
+    texts: dict[str, list[int]] = {}
+    launched: list[Any] = []
+
+    def read(plan: StepPlan, step: Any) -> None:
+        tokens = iter(step.wait().token_ids)
+        for row in plan.rows:
+            if row.sample:
+                texts.setdefault(row.request_id, []).append(next(tokens))
+        assert next(tokens, None) is None
+
+    for plan in plans:
+        launched.append((plan, runner.launch(plan)))
+        runner.check()
+        if len(launched) > 1:
+            read(*launched.pop(0))
+    for each in launched:
+        read(*each)
+    return texts
+
+
+DRAWN = [
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=5, top_p=1.0),
+    SamplingParams(temperature=0.7, seed=9, top_p=0.9, top_k=20),
+    SamplingParams(temperature=1.0, seed=2, presence_penalty=0.7, repetition_penalty=1.3, frequency_penalty=0.2),
+]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_mixture_of_steps_says_what_a_cpu_says(model_dir: Path, seed: int) -> None:
+    plans = script(seed, DRAWN, 14)
+    assert play(device_runner(model_dir, SHAPES), plans) == play(host_runner(model_dir), plans)
+
+
+def test_steps_that_fit_no_graph_run_eagerly_and_agree(model_dir: Path) -> None:
+    plans = script(3, DRAWN, 8)
+    assert play(device_runner(model_dir, []), plans) == play(host_runner(model_dir), plans)
+
+
+def test_greedy_text_equals_transformers_generate(model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    oracle.generation_config.eos_token_id = None
+    runner = device_runner(model_dir, SHAPES)
+    prompt = [5 + 7 * index % 80 for index in range(11)]
+    blocks = tuple(range(6))
+    admitted = Admitted(RequestId("a"), tuple(prompt), len(prompt), 0, blocks, GREEDY)
+    plans = [StepPlan(0, (), Transfers(), (admitted,), (Row(RequestId("a"), 0, 11, (), sample=True),))]
+    plans += [
+        StepPlan(step, (), Transfers(), (), (Row(RequestId("a"), 10 + step, 1, (), sample=True),))
+        for step in range(1, 8)
+    ]
+    text = play(runner, plans)["a"]
+    assert compare(text, oracle_generate(oracle, prompt, 8)).outcome is Outcome.EQUAL
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 8, 100, 256, 300, 1024])
+def test_every_number_of_rows_has_a_class_and_few_are_padded_much(max_rows: int) -> None:
+    classes = row_classes(max_rows)
+    assert classes == sorted(set(classes))
+    assert classes[-1] == max_rows
+    for rows in range(1, max_rows + 1):
+        padded = next(each for each in classes if each >= rows)
+        assert padded <= max(2 * rows, 8)
+        assert padded - rows < 256
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 64, 256])
+def test_shapes_hold_every_decode_batch_and_no_step_past_the_limit(max_rows: int) -> None:
+    shapes = step_shapes(max_rows, 8192)
+    assert shapes == sorted(shapes, key=lambda shape: -shape.num_tokens)
+    assert max(shape.max_rows for shape in shapes) == max_rows
+    assert all(shape.num_tokens <= 513 for shape in shapes)
+    assert any(shape.max_rows == 1 and shape.max_tokens == 512 for shape in shapes)
