@@ -1,4 +1,4 @@
-"""Copies between the pools that no step waits for, on streams of their own, one a direction.
+"""Swaps that no step waits for: begun, running, ended.
 
 They start after what was launched before them and run beside what is launched after. Whoever planned them leaves their
 blocks alone until `poll` says that they are done; nothing on the device waits for them.
@@ -6,19 +6,13 @@ blocks alone until `poll` says that they are done; nothing on the device waits f
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from chatserve.model.kv_storage import KVStorage
     from chatserve.sched.plan import Transfers
-
-
-class _Running(NamedTuple):
-    step: int
-    ends: tuple[torch.cuda.Event, ...]
 
 
 class BackgroundCopies:
@@ -26,37 +20,15 @@ class BackgroundCopies:
 
     def __init__(self, storage: KVStorage) -> None:
         self._storage = storage
-        device = storage.device_pool.device
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        self._running: deque[_Running] = deque()
+        self._running: list[tuple[int, tuple[torch.cuda.Event, ...]]] = []
 
     def start(self, step: int, transfers: Transfers) -> None:
         """Begin a step's background transfers, after all that the current stream holds."""
-        assert not transfers.copies, "copies on the device are made within a step"
-        if not self._streams:
-            self._storage.execute(transfers)
-            self._running.append(_Running(step, ()))
-            return
-        launched = torch.cuda.Event()
-        launched.record()
-        ends = []
-        for stream, swap, swaps in zip(
-            self._streams,
-            (self._storage.swap_out, self._storage.swap_in),
-            (transfers.swap_out, transfers.swap_in),
-            strict=True,
-        ):
-            if swaps:
-                with torch.cuda.stream(stream):
-                    stream.wait_event(launched)
-                    swap(transfers)
-                    ends.append(torch.cuda.Event())
-                    ends[-1].record()
-        self._running.append(_Running(step, tuple(ends)))
+        self._running.append((step, self._storage.start(transfers)))
 
     def poll(self) -> tuple[int, ...]:
         """Steps whose transfers have ended since the last call."""
-        done = tuple(running.step for running in self._running if all(end.query() for end in running.ends))
+        done = tuple(step for step, ends in self._running if all(end.query() for end in ends))
         if done:
-            self._running = deque(running for running in self._running if running.step not in done)
+            self._running = [running for running in self._running if running[0] not in done]
         return done

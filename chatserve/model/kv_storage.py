@@ -16,6 +16,7 @@ from chatserve.model.host_memory import HostMemory, pin_for_cuda
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from chatserve.model.device_copies import DeviceCopies
     from chatserve.model.shapes import KVShape
     from chatserve.sched.plan import Transfers
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class KVStorage:
     """Device and host pools of equal blocks.
 
-    On CUDA the host pool is pinned bit by bit and copies are ordered by the current stream; on a CPU both are plain
+    On CUDA the host pool is pinned bit by bit and swaps run on streams of their own; on a CPU both pools are plain
     memory, and swapping really copies. Contents are uninitialised: whoever reads a slot must know that it was written.
     """
 
@@ -36,6 +37,11 @@ class KVStorage:
         block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self.device_pool = torch.empty((num_blocks, *block), dtype=dtype, device=device)
         self.host = HostMemory(num_host_blocks, block, dtype, pin=pin_for_cuda if device.type == "cuda" else None)
+        self._copies: DeviceCopies | None = None
+        if device.type == "cuda" and num_host_blocks:
+            from chatserve.model.device_copies import DeviceCopies  # noqa: PLC0415 - a CPU needs no CUDA runtime
+
+            self._copies = DeviceCopies(self.device_pool, self.host)
 
     @property
     def host_pool(self) -> torch.Tensor:
@@ -50,35 +56,47 @@ class KVStorage:
         return self.device_pool[:, index, 0], self.device_pool[:, index, 1]
 
     def execute(self, transfers: Transfers) -> None:
-        """Make all swaps out, then all swaps in, then all copies, in the order of each list."""
-        self.swap_out(transfers)
-        self.swap_in(transfers)
+        """Make all swaps out, then all swaps in, then all copies, before whatever the current stream gets next."""
+        if self._copies is None:
+            _copy_blocks(self.device_pool, self.host_pool, ((swap.src, swap.dst) for swap in transfers.swap_out))
+            _copy_blocks(self.host_pool, self.device_pool, ((swap.src, swap.dst) for swap in transfers.swap_in))
+        else:
+            ends = [self._copies.out(transfers.swap_out)] if transfers.swap_out else []
+            if transfers.swap_in:
+                ends.append(self._copies.into(transfers.swap_in, after=ends))
+            for end in ends:
+                torch.cuda.current_stream(self.device_pool.device).wait_event(end)
         for copy in transfers.copies:
             kept = slice(0, copy.num_tokens)
             self.device_pool[copy.dst, :, :, :, kept].copy_(self.device_pool[copy.src, :, :, :, kept])
 
-    def swap_out(self, transfers: Transfers) -> None:
-        """Make the swaps out alone."""
-        slab = self.host.slab_blocks
-        for src, dst, length in _runs((swap.src, swap.dst, swap.dst // slab) for swap in transfers.swap_out):
-            self.host_pool[dst : dst + length].copy_(self.device_pool[src : src + length], non_blocking=True)
+    def start(self, transfers: Transfers) -> tuple[torch.cuda.Event, ...]:
+        """Begin swaps, both directions at once, after what the current stream holds; they have been made when all
+        events have passed. On a CPU they are made at once."""
+        assert not transfers.copies, "copies on the device are made within a step"
+        if self._copies is None:
+            self.execute(transfers)
+            return ()
+        ends = [self._copies.out(transfers.swap_out)] if transfers.swap_out else []
+        if transfers.swap_in:
+            ends.append(self._copies.into(transfers.swap_in))
+        return tuple(ends)
 
-    def swap_in(self, transfers: Transfers) -> None:
-        """Make the swaps in alone."""
-        slab = self.host.slab_blocks
-        for src, dst, length in _runs((swap.src, swap.dst, swap.src // slab) for swap in transfers.swap_in):
-            self.device_pool[dst : dst + length].copy_(self.host_pool[src : src + length], non_blocking=True)
+
+def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+    for src, dst, length in _runs(pairs):
+        target[dst : dst + length].copy_(source[src : src + length])
 
 
-def _runs(swaps: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Join neighbours within a slab, the third number: (3, 7, 0), (4, 8, 0) is one copy of two blocks."""
-    start_src = start_dst = start_slab = length = 0
-    for src, dst, slab in swaps:
-        if length and src == start_src + length and dst == start_dst + length and slab == start_slab:
+def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Join neighbours: (3, 7), (4, 8) is one copy of two blocks."""
+    start_src = start_dst = length = 0
+    for src, dst in pairs:
+        if length and src == start_src + length and dst == start_dst + length:
             length += 1
             continue
         if length:
             yield start_src, start_dst, length
-        start_src, start_dst, start_slab, length = src, dst, slab, 1
+        start_src, start_dst, length = src, dst, 1
     if length:
         yield start_src, start_dst, length
