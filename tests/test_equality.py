@@ -64,7 +64,7 @@ class World:
             dtype="float32",
             kv_cache_memory=settings.pop("kv_cache_memory", "512blocks"),
             host_cache_memory=settings.pop("host_cache_memory", "0blocks"),
-            **settings,
+            **{"max_running": 32, **settings},
         )
         runner = build_runner(made)
         # What nobody has written must never be read.
