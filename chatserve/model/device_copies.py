@@ -27,56 +27,36 @@ class DeviceCopies:
     def __init__(self, device_pool: torch.Tensor, host: HostMemory) -> None:
         self._device_pool = device_pool
         self._host = host
-        self._mover = BlockMover(device_pool, host.pool)
+        self._mover = BlockMover(device_pool, host.pool, slab_blocks=host.slab_blocks)
 
     def out(self, swaps: Sequence[SwapOut]) -> torch.cuda.Event:
-        """Device to host; `swaps` are not empty."""
-        sources, targets = _ids(swaps)
-        for slab in self._slabs(targets):
-            if self._is_pinned(targets[slab]):
-                event = self._mover.out(sources[slab], targets[slab])
-            else:
-                event = self._copy(
-                    self._mover.out_stream, self._device_pool, self._host.pool, sources[slab], targets[slab]
-                )
-        return event
+        """Device to host."""
+        device_ids, host_ids = _ids(swaps)
+        pinned = host_ids < self._host.pinned_blocks
+        if not pinned.all():
+            for host, device, length in block_runs(host_ids[~pinned], device_ids[~pinned]).tolist():
+                self._stage(self._mover.out_stream, self._device_pool, self._host.pool, device, host, length)
+        return self._mover.out(device_ids[pinned], host_ids[pinned])
 
     def into(self, swaps: Sequence[SwapIn], after: Sequence[torch.cuda.Event] = ()) -> torch.cuda.Event:
-        """Host to device, after `after`; `swaps` are not empty."""
-        sources, targets = _ids(swaps)
-        for slab in self._slabs(sources):
-            if self._is_pinned(sources[slab]):
-                event = self._mover.into(sources[slab], targets[slab], after)
-            else:
-                for each in after:
-                    self._mover.into_stream.wait_event(each)
-                event = self._copy(
-                    self._mover.into_stream, self._host.pool, self._device_pool, sources[slab], targets[slab]
-                )
-        return event
-
-    def _slabs(self, host_ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Indices of the swaps of each slab: no copy may span two, which were pinned apart."""
-        slabs = host_ids // self._host.slab_blocks
-        return [np.flatnonzero(slabs == slab) for slab in np.unique(slabs)]
-
-    def _is_pinned(self, host_ids: NDArray[np.int64]) -> bool:
-        return int(host_ids.max()) < self._host.pinned_blocks
+        """Host to device, after `after`."""
+        host_ids, device_ids = _ids(swaps)
+        pinned = host_ids < self._host.pinned_blocks
+        if not pinned.all():
+            for event in after:
+                self._mover.into_stream.wait_event(event)
+            for host, device, length in block_runs(host_ids[~pinned], device_ids[~pinned]).tolist():
+                self._stage(self._mover.into_stream, self._host.pool, self._device_pool, host, device, length)
+        return self._mover.into(host_ids[pinned], device_ids[pinned], after)
 
     @staticmethod
-    def _copy(
-        stream: torch.cuda.Stream,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        sources: NDArray[np.int64],
-        targets: NDArray[np.int64],
-    ) -> torch.cuda.Event:
+    def _stage(
+        stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, src: int, dst: int, length: int
+    ) -> None:
+        """A copy through the driver's own buffers."""
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            for src, dst, length in block_runs(sources, targets).tolist():
-                target[dst : dst + length].copy_(source[src : src + length], non_blocking=True)
-        event: torch.cuda.Event = stream.record_event()
-        return event
+            target[dst : dst + length].copy_(source[src : src + length], non_blocking=True)
 
 
 def _ids(swaps: Sequence[SwapIn] | Sequence[SwapOut]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

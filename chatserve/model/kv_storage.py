@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chatserve.model.host_memory import HostMemory, pin_for_cuda
+from chatserve.model.host_memory import SLAB_BYTES, HostMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,12 +36,17 @@ class KVStorage:
         self.num_host_blocks = num_host_blocks
         block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self.device_pool = torch.empty((num_blocks, *block), dtype=dtype, device=device)
-        self.host = HostMemory(num_host_blocks, block, dtype, pin=pin_for_cuda if device.type == "cuda" else None)
         self._copies: DeviceCopies | None = None
         if device.type == "cuda" and num_host_blocks:
-            from chatserve.model.device_copies import DeviceCopies  # noqa: PLC0415 - a CPU needs no CUDA runtime
+            from chatserve_kernels.host_pool import HostPool  # noqa: PLC0415 - a CPU needs no CUDA runtime
 
+            from chatserve.model.device_copies import DeviceCopies  # noqa: PLC0415 - likewise
+
+            pinnable = HostPool(num_host_blocks, block, dtype, slab_bytes=SLAB_BYTES)
+            self.host = HostMemory(pinnable.blocks, pinnable.slab_blocks, pinnable.pin)
             self._copies = DeviceCopies(self.device_pool, self.host)
+        else:
+            self.host = HostMemory(torch.empty((num_host_blocks, *block), dtype=dtype), max(1, num_host_blocks), None)
 
     @property
     def host_pool(self) -> torch.Tensor:

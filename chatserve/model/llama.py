@@ -113,7 +113,7 @@ class LlamaModel:
             if index == last:  # nothing past the last attention is of use to other tokens
                 attended, residual = attended[logit_rows], residual[logit_rows]
             residual, normed = ops.add_norm(layer.output, attended, residual, layer.mlp_norm, eps)
-            activated = ops.silu_mul(layer.gate_up(normed))
+            activated = ops.gated(layer.gate_up, normed)
             next_norm = self._final_norm if index == last else self._layers[index + 1].input_norm
             residual, normed = ops.add_norm(layer.down, activated, residual, next_norm, eps)
         return normed

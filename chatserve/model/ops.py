@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from chatserve.model.attention import StoredAttention
+from chatserve.model.linear import FewRowsLinear
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -56,8 +57,8 @@ class Ops(Protocol):
         """The sum of the residual, which may be reused for it, and `linear(x)`; and its RMSNorm."""
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """SiLU of the first half of the columns, times the second (Shazeer 2020); `gate_up` may be overwritten."""
+    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+        """SiLU of the first half of `gate_up(x)`'s columns, times the second (Shazeer 2020)."""
         ...
 
 
@@ -100,8 +101,8 @@ class TorchOps:
         residual = linear.add_to(residual, x)
         return residual, self.rms_norm(residual, weight, eps)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
+    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up(x).chunk(2, dim=1)
         return F.silu(gate).mul_(up)
 
 
@@ -155,8 +156,10 @@ class FusedOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return residual, self._kernels.add_rms_norm(linear(x), residual, weight, eps)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        activated: torch.Tensor = self._kernels.silu_mul(gate_up)
+    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(gate_up, FewRowsLinear) and gate_up.takes_gated(x):
+            return gate_up.gated(x)
+        activated: torch.Tensor = self._kernels.silu_mul(gate_up(x))
         return activated
 
 

@@ -59,7 +59,7 @@ def _rope(dtype: str) -> Iterator[Recipe]:
             types = dict.fromkeys(("query", "key", "value", "query_norm", "key_norm"), ELEMENTS[dtype])
             types |= {"key_cache": caches, "value_cache": caches, "cos_sin": "*fp32", "kv_scales": "*fp32"}
             types |= {"positions": "*i64", "slots": "*i64", "eps": "fp32"}
-            options = rope.constants(32, 8, 128, 64, 16) | {"HAS_NORM": has_norm, "IS_FP8": is_fp8}
+            options = rope.constants(32, 8, 128, 64, 16) | {"HAS_NORM": has_norm, "IS_FP8": is_fp8, "DEPENDS": True}
             label = f"RoPE + KV write {dtype}{' fp8' * is_fp8}{' norms' * has_norm}"
             odd = {"num_tokens", "eps", "kv_scales"}
             yield _recipe(label, rope.rope_store_kv_kernel, types, options, odd, {"num_warps": rope.NUM_WARPS})

@@ -5,6 +5,9 @@
     rope_store_kv    rotates queries and keys and stores keys and values (see `rope`)
     copy_blocks      whole blocks of a pool, for copy-on-write
 
+On CUDA each waits for the kernel before it and lets the one after it begin (programmatic dependent launch), so that
+launches in a row overlap their prologues.
+
 Arithmetic is float32; what a later step reads again is rounded once, to the tensors' own type. Last dimensions must be
 contiguous, all others may have any stride; offsets into a pool are 64-bit.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from chatserve_kernels.rope import rope_store_kv
 
@@ -32,7 +36,11 @@ def add_rms_norm_kernel(
     residual_stride,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
+    if DEPENDS:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH_PAD)
     mask = columns < WIDTH
@@ -67,7 +75,9 @@ def add_rms_norm(
             residual.stride(0),
             WIDTH=width,
             WIDTH_PAD=triton.next_power_of_2(width),
+            DEPENDS=hidden.is_cuda,
             num_warps=8 if width > 2048 else 4,
+            **({"launch_pdl": True} if hidden.is_cuda else {}),
         )
     return out
 
@@ -80,7 +90,11 @@ def silu_mul_kernel(
     gate_up_stride,
     WIDTH: tl.constexpr,
     N: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
+    if DEPENDS:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     mask = columns < WIDTH
@@ -99,7 +113,15 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     if num_tokens:
         columns = min(2048, triton.next_power_of_2(width))
         silu_mul_kernel[(num_tokens, triton.cdiv(width, columns))](
-            out, gate_up, out.stride(0), gate_up.stride(0), WIDTH=width, N=columns, num_warps=4
+            out,
+            gate_up,
+            out.stride(0),
+            gate_up.stride(0),
+            WIDTH=width,
+            N=columns,
+            DEPENDS=gate_up.is_cuda,
+            num_warps=4,
+            **({"launch_pdl": True} if gate_up.is_cuda else {}),
         )
     return out
 

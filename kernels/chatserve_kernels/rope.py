@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 E4M3_MAX = tl.constexpr(448.0)
 TOKENS = 1
@@ -85,7 +86,11 @@ def rope_store_kv_kernel(
     TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_FP8: tl.constexpr,
+    DEPENDS: tl.constexpr,  # waits for the kernel before, and lets the one after begin what needs nothing of it
 ):
+    if DEPENDS:
+        gdc_launch_dependents()
+        gdc_wait()
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     half = tl.arange(0, HALF_PAD)[None, None, :]
     rest = 2 * HALF + tl.arange(0, REST_PAD if REST_PAD > 0 else 1)[None, None, :]
@@ -237,5 +242,7 @@ def rope_store_kv(
         **constants(num_heads, num_kv_heads, head_dim, half, block_size),
         HAS_NORM=norms is not None,
         IS_FP8=is_fp8,
+        DEPENDS=query.is_cuda,
         num_warps=NUM_WARPS,
+        **({"launch_pdl": True} if query.is_cuda else {}),
     )

@@ -5,9 +5,9 @@
 
 A program owns a few output features and reads their weights once, whole rows of them, so nothing is reduced between
 programs. What limits such a product is how early and how evenly the weights are asked for. So there are more programs
-than a wave needs, none of them large; and a program asks the L2 cache for the beginning of its weights *before* it waits
-for the kernel before it, whose results it needs for nothing else (programmatic dependent launch): memory stays busy
-while norms and small attention kernels run, and through every launch.
+than a wave needs, none of them large; and a program asks the L2 cache for the beginning of its weights *before* it
+waits for the kernel before it, which made its inputs and not its weights (programmatic dependent launch): memory stays
+busy while norms and small attention kernels run, and through every launch.
 
 Rows are padded to 16, the least that a tensor core multiplies. Past that torch's own products are better.
 """
@@ -133,6 +133,12 @@ def fits(weight: torch.Tensor, config: SkinnyConfig, *, gated: bool = False) -> 
         and config.prefetch <= inputs
         and config.prefetch % (_LINE_ELEMENTS * LINES) == 0
     )
+
+
+def config_of(weight: torch.Tensor) -> SkinnyConfig | None:
+    """How to multiply by a weight, gated or not; None: not by this kernel."""
+    config = SkinnyConfig()
+    return config if fits(weight, config) and fits(weight, config, gated=True) else None
 
 
 def skinny_linear(
