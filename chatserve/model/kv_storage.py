@@ -43,7 +43,12 @@ class KVStorage:
             from chatserve.model.device_copies import DeviceCopies  # noqa: PLC0415 - likewise
 
             pinnable = HostPool(num_host_blocks, block, dtype, slab_bytes=SLAB_BYTES)
-            self.host = HostMemory(pinnable.blocks, pinnable.slab_blocks, pinnable.pin)
+
+            def unpin() -> None:
+                torch.cuda.synchronize(device)  # copies may be under way
+                pinnable.close()
+
+            self.host = HostMemory(pinnable.blocks, pinnable.slab_blocks, pinnable.pin, unpin)
             self._copies = DeviceCopies(self.device_pool, self.host)
         else:
             self.host = HostMemory(torch.empty((num_host_blocks, *block), dtype=dtype), max(1, num_host_blocks), None)

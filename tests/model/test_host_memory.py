@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -52,6 +53,21 @@ def test_stopping_ends_it_with_the_slab_at_hand() -> None:
     go.set()
     memory.wait()
     assert memory.pinned_blocks in {0, 5}
+
+
+def test_what_was_pinned_is_unpinned_when_the_pool_goes() -> None:
+    go, calls = threading.Event(), []
+
+    def pin(end: int) -> None:
+        _wait(go)
+        calls.append(end)
+
+    memory = HostMemory(torch.zeros(20, 3), 5, pin, lambda: calls.append(-1))
+    memory.stop()
+    go.set()
+    del memory
+    gc.collect()
+    assert calls in ([-1], [5, -1])
 
 
 def test_a_cpu_pins_nothing() -> None:

@@ -1,0 +1,48 @@
+"""The GPU's measurements themselves, on a tiny shape on a CPU: what they say is what happened."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from chatserve.bench._traced_engine import idle_share
+from chatserve.bench.gpu import main, percentile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_idle_is_what_no_span_covers() -> None:
+    assert idle_share([(0.0, 10.0)]) == 0.0
+    assert idle_share([(5.0, 10.0), (0.0, 5.0)]) == 0.0
+    assert idle_share([(0.0, 4.0), (6.0, 10.0)]) == pytest.approx(0.2)
+    assert idle_share([(0.0, 8.0), (1.0, 2.0), (9.0, 10.0), (7.0, 8.5)]) == pytest.approx(0.05)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert percentile(values, 0.99) == 100.0
+    assert percentile(values, 0.5) == 51.0
+    assert percentile([3.0], 0.99) == 3.0
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--sections", "decode,nonsense"])
+    assert "unknown sections: nonsense" in capsys.readouterr().err
+
+
+def test_sections_run_through_an_engine_of_their_own(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    main(
+        [
+            *("--device", "cpu", "--shape", "tiny", "--scale", "0.01", "--sections", "prefill,turn"),
+            *("--repeats", "1", "--host-cache-memory", "64M", "--json", str(target)),
+        ]
+    )
+    figures = json.loads(target.read_text())
+    assert figures["prefill"]["tokens_s"] > 0
+    assert set(figures["turn"]["all"]) == {"resident", "host", "hinted", "gone", "cold"}
+    assert min(figures["turn"]["all"]["host"]) > 0
