@@ -67,13 +67,11 @@ def find_runs(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> Forest:
     width = int(num_full.max(initial=0))
     if num_rows < 2 or width == 0:
         return Forest(np.arange(num_rows), [])
-    own = np.broadcast_to(-1 - np.arange(num_rows, dtype=np.int32)[:, None], (num_rows, width))
-    known = np.where(np.arange(width) < num_full[:, None], tables[:, :width], own)
-    # Bytewise order is not numeric order, but it too puts equal beginnings side by side, at the speed of memcmp.
-    order = np.argsort(np.ascontiguousarray(known).view(np.dtype((np.void, width * 4)))[:, 0], kind="stable")
-    known = known[order]
-    differs = known[1:] != known[:-1]  # each row ends in entries of its own or at the full width
-    common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+    # Bytewise order is not numeric order, but it too puts equal beginnings side by side, at the speed of memcmp; what
+    # lies past a row's own blocks then orders only rows that are equal before.
+    keys = np.ascontiguousarray(tables).view(np.dtype((np.void, tables.shape[1] * tables.itemsize)))[:, 0]
+    order = np.argsort(keys, kind="stable")
+    common = _common_beginnings(tables, order, num_full[order])
     runs: list[Run] = []
     open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths rising
     for position, depth in enumerate([*common.tolist(), 0], start=1):
@@ -86,6 +84,29 @@ def find_runs(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> Forest:
             open_runs.append((first, depth))
     runs.sort(key=lambda run: (run.begin, run.first))
     return Forest(order, runs)
+
+
+def _common_beginnings(
+    tables: NDArray[np.int32], order: NDArray[np.int64], num_full: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How many blocks each row of `order` has in common with the next one.
+
+    Two rows that have the block at a depth in common have all before it in common, so that depth is found by bisection,
+    for all pairs at a time: 10 comparisons a pair at 1,000 blocks.
+    """
+    blocks = tables.reshape(-1)
+    first, second = order[:-1] * tables.shape[1], order[1:] * tables.shape[1]
+    high = np.minimum(num_full[:-1], num_full[1:])
+    low = np.zeros_like(high)
+    for _ in range(int(high.max()).bit_length()):
+        middle = (low + high) >> 1
+        # Where the search has ended, middle is high, which may lie past the table.
+        is_open = middle < high
+        middle = np.where(is_open, middle, 0)
+        is_common = is_open & (blocks[first + middle] == blocks[second + middle])
+        low = np.where(is_common, middle + 1, low)
+        high = np.where(is_open & ~is_common, middle, high)
+    return low
 
 
 def choose_shared(
