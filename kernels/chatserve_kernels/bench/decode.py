@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import triton
 
+from chatserve_kernels.bench import workloads
+from chatserve_kernels.bench.tables import DTYPE, Bench, Row, free, table
 from chatserve_kernels.bench.workloads import BLOCK, HEAD_DIM, HEADS, KV_HEADS, TOKEN_BYTES, Workload
 from chatserve_kernels.configs import default_configs
 from chatserve_kernels.device_plan import DecodeConfigs, DevicePlan, make_planner
@@ -18,25 +18,67 @@ from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
-DTYPE = torch.bfloat16
-
-
-def microseconds(fn: Callable[[], object], rep: int = 100) -> float:
-    """Median time of a call inside a replayed graph of many."""
-    fn()
-    torch.cuda.synchronize()
-    return triton.testing.do_bench_cudagraph(fn, rep=rep, return_mode="median") * 1e3
+POOL_BYTES = 72 * 10**9
+MOST_BLOCKS = 65_536
+"""The largest rows' blocks; a row of more than half as many is measured on a pool of half as many layers."""
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large copy: the ceiling that the tables compare with."""
-    source = torch.randn(2**30, device="cuda", dtype=torch.float32)
-    target = torch.empty_like(source)
-    # Not a graph: in one, a copy becomes a node for a copy engine, which is slower than the kernel that runs otherwise.
-    us = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") * 1e3
-    return 2 * source.numel() * 4 / us * 1e6
+@table("flat")
+def flat(bench: Bench) -> Iterator[Row]:
+    return _decode(bench, "flat", workloads.FLAT)
+
+
+@table("shared")
+def shared(bench: Bench) -> Iterator[Row]:
+    return _decode(bench, "shared", workloads.SHARED)
+
+
+@table("levels")
+def levels(bench: Bench) -> Iterator[Row]:
+    return _decode(bench, "levels", workloads.LEVELS)
+
+
+@table("uneven")
+def uneven(bench: Bench) -> Iterator[Row]:
+    return _decode(bench, "uneven", workloads.UNEVEN)
+
+
+@table("break-even")
+def break_even(bench: Bench) -> Iterator[Row]:
+    """Sharing on and off where it hardly pays."""
+    return _decode(Bench(bench.milliseconds, with_rivals=False), "break-even", workloads.BREAK_EVEN)
+
+
+@table("plan")
+def plan(bench: Bench) -> Iterator[Row]:
+    """Host time of a step's plan: the forest found anew, and the rows of the step before."""
+    del bench
+    for work in (*workloads.SHARED[1:], workloads.even(256, 1024), workloads.even(256, 8192), *workloads.LEVELS):
+        same_us = plan_us(work, same_rows=True)
+        yield Row("plan", work.label, plan_us(work, same_rows=False), more={"same rows us": same_us})
+
+
+def _decode(bench: Bench, name: str, works: Sequence[Workload]) -> Iterator[Row]:
+    for num_layers in (32, 16):
+        chosen = [work for work in works if (work.num_blocks > MOST_BLOCKS // 2) == (num_layers == 16)]
+        if not chosen:
+            continue
+        ours = Ours(POOL_BYTES if num_layers == 32 else MOST_BLOCKS * 2**20, num_layers)
+        rival = FlashInfer(MOST_BLOCKS) if bench.with_rivals and FlashInfer.is_installed() else None
+        for work in chosen:
+            us, host_us = ours.decode_us(bench, work)
+            row = Row(name, work.label, us, bytes=work.unique_bytes, flops=work.flops, more={"plan us": host_us})
+            if work.levels:
+                row.more["not shared us"], _ = ours.decode_us(bench, work, share=False)
+            if rival is not None:
+                row.rivals["FlashInfer"] = rival.flat_us(bench, work)
+                if work.levels:
+                    row.rivals["cascade"] = rival.cascade_us(bench, work)
+            yield row
+        del ours, rival
+        free()
 
 
 class Ours:
@@ -52,7 +94,7 @@ class Ours:
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def decode_us(
-        self, work: Workload, *, share: bool = True, configs: DecodeConfigs | None = None, rep: int = 100
+        self, bench: Bench, work: Workload, *, share: bool = True, configs: DecodeConfigs | None = None
     ) -> tuple[float, float]:
         """Time of the attention, and of a plan when the rows are those of the step before, in microseconds."""
         configs = configs or default_configs(HEAD_DIM, is_half=True, max_rows=work.batch)
@@ -77,7 +119,7 @@ class Ours:
         query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
         out = torch.empty_like(query)
         on_device = torch.from_numpy(tables).cuda()
-        us = microseconds(
+        us = bench.us(
             lambda: forest_decode(
                 query,
                 self.layer[:, 0],
@@ -87,8 +129,7 @@ class Ours:
                 workspace,
                 scale=HEAD_DIM**-0.5,
                 out=out,
-            ),
-            rep,
+            )
         )
         return us, plan_us
 
@@ -135,7 +176,7 @@ class FlashInfer:
     def is_installed() -> bool:
         return importlib.util.find_spec("flashinfer") is not None
 
-    def flat_us(self, work: Workload, rep: int = 100) -> float:
+    def flat_us(self, bench: Bench, work: Workload) -> float:
         wrapper = self.lib.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "HND", use_tensor_cores=True)
         counts = -(-work.lengths // BLOCK)
         tables = work.tables(self.num_blocks)
@@ -152,9 +193,9 @@ class FlashInfer:
             kv_data_type=DTYPE,
         )
         query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
-        return microseconds(lambda: wrapper.run(query, self.pages), rep)
+        return bench.us(lambda: wrapper.run(query, self.pages))
 
-    def cascade_us(self, work: Workload, rep: int = 100) -> float:
+    def cascade_us(self, bench: Bench, work: Workload) -> float:
         levels = work.level_blocks(self.num_blocks)
         wrapper = self.lib.MultiLevelCascadeAttentionWrapper(len(levels), self.workspace, "HND")
         wrapper.plan(
@@ -169,13 +210,8 @@ class FlashInfer:
             q_data_type=DTYPE,
         )
         query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
-        return microseconds(lambda: wrapper.run(query, self.pages), rep)
+        return bench.us(lambda: wrapper.run(query, self.pages))
 
 
 def _int32(values: object) -> torch.Tensor:
     return torch.as_tensor(np.asarray(values), dtype=torch.int32, device="cuda")
-
-
-def free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

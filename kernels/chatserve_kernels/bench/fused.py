@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chatserve_kernels.bench.decode import DTYPE, microseconds
+from chatserve_kernels.bench.tables import DTYPE, Bench, Row, free, table
 from chatserve_kernels.bench.workloads import BLOCK, HEAD_DIM, HEADS, KV_HEADS
 from chatserve_kernels.fused import add_rms_norm, copy_blocks, rope_store_kv, silu_mul
 
@@ -19,28 +19,33 @@ CACHE_BYTES = 60e6
 """What the L2 cache holds: inputs rotate through three times as much, so that memory is what is measured."""
 
 
-def measure(num_tokens: int, rep: int) -> Iterator[dict[str, object]]:
-    """A row a kernel."""
-    for name, make, moved in (
-        ("add + RMSNorm", _norm, 4 * HIDDEN * 2),
-        ("SiLU x mul", _silu, 3 * MLP * 2),
-        ("RoPE + KV write", _rope, ROPE_BYTES),
-        ("norms + RoPE + KV write", _normed_rope, ROPE_BYTES),
-        ("RoPE + fp8 KV write", _fp8_rope, ROPE_BYTES - 2 * KV_HEADS * HEAD_DIM),
-    ):
-        copies = max(1, round(3 * CACHE_BYTES / (num_tokens * moved))) if num_tokens > 256 else 1
-        calls = [make(num_tokens) for _ in range(copies)]
-        us = microseconds(lambda calls=calls: [call() for call in calls], rep) / copies
-        yield {"table": "fused", "work": f"{name}, {num_tokens} tokens", "us": us, "bytes": num_tokens * moved}
+@table("fused")
+def measure(bench: Bench) -> Iterator[Row]:
+    """A row a kernel, at many tokens and at few."""
+    for num_tokens in (4096, 64):
+        for name, make, moved in (
+            ("add + RMSNorm", _norm, 4 * HIDDEN * 2),
+            ("SiLU x mul", _silu, 3 * MLP * 2),
+            ("RoPE + KV write", _rope, ROPE_BYTES),
+            ("norms + RoPE + KV write", _normed_rope, ROPE_BYTES),
+            ("RoPE + fp8 KV write", _fp8_rope, ROPE_BYTES - 2 * KV_HEADS * HEAD_DIM),
+        ):
+            copies = max(1, round(3 * CACHE_BYTES / (num_tokens * moved))) if num_tokens > 256 else 1
+            calls = [make(num_tokens) for _ in range(copies)]
+            us = bench.us(lambda calls=calls: [call() for call in calls]) / copies
+            yield Row("fused", f"{name}, {num_tokens} tokens", us, bytes=num_tokens * moved)
+        free()
+    yield _block_copy(bench)
+    free()
 
 
-def measure_block_copy(rep: int) -> dict[str, object]:
+def _block_copy(bench: Bench) -> Row:
     """Copy-on-write of 64 blocks of an 8B Llama, 2 MiB each."""
     pool = torch.randn(256, 2**20, device="cuda").to(DTYPE)
     sources = torch.randperm(128, device="cuda")[:64]
     targets = 128 + torch.randperm(128, device="cuda")[:64]
-    us = microseconds(lambda: copy_blocks(pool, sources, targets), rep)
-    return {"table": "fused", "work": "64 block copies", "us": us, "bytes": 2 * 64 * 2**21}
+    us = bench.us(lambda: copy_blocks(pool, sources, targets))
+    return Row("fused", "64 block copies", us, bytes=2 * 64 * 2**21)
 
 
 def _randn(*shape: int) -> torch.Tensor:

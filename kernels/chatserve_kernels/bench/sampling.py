@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from chatserve_kernels.bench.decode import DTYPE, microseconds
+from chatserve_kernels.bench.tables import DTYPE, Bench, Row, free, table
 from chatserve_kernels.sampling import SamplingWorkspace, greedy_rows, sample_tokens, to_words
 
 if TYPE_CHECKING:
@@ -24,7 +24,15 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 
 
-def measure(num_rows: int, rep: int) -> Iterator[dict[str, object]]:
+@table("sampling")
+def measure(bench: Bench) -> Iterator[Row]:
+    """Of many rows and of one."""
+    for num_rows in (256, 1):
+        yield from _measure(bench, num_rows)
+    free()
+
+
+def _measure(bench: Bench, num_rows: int) -> Iterator[Row]:
     """A row for each of `SETTINGS`, on logits that are normal (which leaves tens of thousands of tokens to draw from)
     and ones with a head and a long tail (hundreds)."""
     normal = torch.randn(num_rows, VOCAB_SIZE, device="cuda")
@@ -42,8 +50,8 @@ def measure(num_rows: int, rep: int) -> Iterator[dict[str, object]]:
                 for field, value in fields.items():
                     rows[field] = value
                 words = to_words(rows).cuda()
-                us = microseconds(
-                    lambda logits=logits, words=words: sample_tokens(logits, words, positions, workspace, out=out), rep
+                us = bench.us(
+                    lambda logits=logits, words=words: sample_tokens(logits, words, positions, workspace, out=out)
                 )
                 work = f"{label}, {num_rows} rows, {name}, {str(dtype).removeprefix('torch.')}"
-                yield {"table": "sampling", "work": work, "us": us, "bytes": logits.nbytes}
+                yield Row("sampling", work, us, bytes=logits.nbytes)

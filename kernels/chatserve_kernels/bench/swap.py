@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from chatserve_kernels.bench.decode import DTYPE
+from chatserve_kernels.bench.tables import DTYPE, Bench, Row, free, table
 from chatserve_kernels.host_pool import HostPool
 from chatserve_kernels.swap import BlockMover
 
@@ -19,8 +19,11 @@ BLOCK_KIB = (2048, 512, 360, 256, 64)
 PLAIN_BYTES = 64 * 2**20
 
 
-def measure() -> Iterator[dict[str, object]]:
-    """A row a block size, of scattered blocks; one of plain copies of 64 MiB; one of a step beside them."""
+@table("swap")
+def measure(bench: Bench) -> Iterator[Row]:
+    """A row a block size, of scattered blocks; one of plain copies of 64 MiB; one of a step beside them. The time is
+    that of swapping out."""
+    del bench
     device = torch.randint(2**40, (POOL_BYTES // 8,), device="cuda")
     host = HostPool(POOL_BYTES // PLAIN_BYTES, (PLAIN_BYTES // 8,), torch.int64)
     host.pin(len(host.blocks))
@@ -38,14 +41,16 @@ def measure() -> Iterator[dict[str, object]]:
         }
         moves["both"] = moves["out"] + moves["into"]
         name = "plain copies of 64 MiB" if kib == PLAIN_BYTES // 1024 else f"blocks of {kib} KiB"
-        row: dict[str, object] = {"table": "swap", "work": name}
-        for way, calls in moves.items():
-            row[f"{way}_gb_per_s"] = len(calls) * half * words * 8 / _seconds(calls) / 1e9
-        yield row
+        seconds = {way: _seconds(calls) for way, calls in moves.items()}
+        moved = half * words * 8
+        rates = {f"{way} GB/s": len(moves[way]) * moved / taken / 1e9 for way, taken in seconds.items()}
+        yield Row("swap", name, seconds["out"] * 1e6, more=rates)
         if kib == BLOCK_KIB[0]:
             yield _beside(moves)
     torch.cuda.synchronize()
     host.close()
+    del device, mover, moves
+    free()
 
 
 def _seconds(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
@@ -63,7 +68,7 @@ def _seconds(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     return min(times)
 
 
-def _beside(moves: dict[str, list[Callable[[], object]]]) -> dict[str, object]:
+def _beside(moves: dict[str, list[Callable[[], object]]]) -> Row:
     """A replayed step that reads weights and KV as a decode does, alone and beside copies that outlast it."""
     weights = torch.randn(28672, 4096, device="cuda", dtype=DTYPE)
     hidden = torch.randn(64, 4096, device="cuda", dtype=DTYPE)
@@ -89,12 +94,13 @@ def _beside(moves: dict[str, list[Callable[[], object]]]) -> dict[str, object]:
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 8 * 1e3
 
-    row: dict[str, object] = {"table": "swap", "work": "a step beside copies of 2 MiB blocks"}
+    us = {}
     for name, calls in {"alone": [], **moves}.items():
         times = []
         for _ in range(5):
             for call in calls:
                 call()
             times.append(replays())
-        row[f"{name}_us"] = float(np.median(times))
-    return row
+        us[name] = float(np.median(times))
+    beside = {f"beside {way} us": taken for way, taken in us.items() if way != "alone"}
+    return Row("swap", "a step, and beside copies of 2 MiB", us["alone"], more=beside)

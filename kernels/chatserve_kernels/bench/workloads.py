@@ -46,6 +46,17 @@ class Workload:
         return (sum(self.own) + sum(tokens * nodes for tokens, nodes in self.levels)) * TOKEN_BYTES
 
     @property
+    def flops(self) -> int:
+        """Of the shared levels, which the tensor cores compute for all their sessions; a session's own tokens are bound
+        by their bytes."""
+        return 4 * HEAD_DIM * HEADS * self.batch * self.shared_tokens
+
+    @property
+    def label(self) -> str:
+        own = f"{self.own[0]}" if len(set(self.own)) == 1 else f"{self.own[0]}, {self.batch - 1} x {self.own[1]}"
+        return f"{self.batch} x ({' + '.join([*(f'{t} in {n}' for t, n in self.levels), own])})"
+
+    @property
     def num_blocks(self) -> int:
         nodes = sum(tokens // BLOCK * count for tokens, count in self.levels)
         return nodes + sum(-(-tokens // BLOCK) for tokens in self.own)
