@@ -177,7 +177,7 @@ def attend_kernel(
     partial_out,  # float32 [num_partials, num_heads, HEAD_DIM]
     partial_sum,  # float32 [num_partials, num_heads]: log2 of the sum of exp2 of the scores
     query,  # [num_rows, num_heads, HEAD_DIM]
-    key,  # [num_blocks, num_kv_heads, BLOCK, HEAD_DIM]
+    key,  # [num_blocks, num_kv_heads, BLOCK, HEAD_DIM], widened to query's type before it is multiplied
     value,  # the same
     tables,  # int32 [num_rows, max_blocks]
     starts,  # int32 [num_slots + 1]: each slot's first item
@@ -185,6 +185,8 @@ def attend_kernel(
     entries,  # int32 [num_entries, 4], see work.ENTRY_FIELDS
     last_positions,  # int32 [num_rows]
     arrivals,  # int32 [max_rows, num_kv_heads], zero before and after
+    key_scale,  # float32 [1 or num_kv_heads], what stored keys are multiplied by, or None
+    value_scale,
     score_scale,  # scale * log2(e); with a soft cap: 2 * scale * log2(e) / softcap
     score_cap,  # softcap * log2(e)
     window,
@@ -199,6 +201,7 @@ def attend_kernel(
     value_head_stride,
     value_token_stride,
     table_stride,
+    scale_stride,  # from one head's scale to the next one's: 0 or 1
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -232,6 +235,8 @@ def attend_kernel(
     tokens = tl.arange(0, N)
     key += head * key_head_stride.to(tl.int64)
     value += head * value_head_stride.to(tl.int64)
+    if key_scale is not None:
+        score_scale *= tl.load(key_scale + head * scale_stride)
 
     for item in range(tl.load(starts + slot), tl.load(starts + slot + 1)):
         table_row = tl.load(items + item * 5)
@@ -270,6 +275,8 @@ def attend_kernel(
                 HEAD_DIM, HEAD_PAD, BLOCK, N, HAS_WINDOW, IS_CAUSAL, HAS_CAP, SAME_STRIDES, PRECISION, WIDEN,
             )  # fmt: skip
 
+        if value_scale is not None:
+            acc *= tl.load(value_scale + head * scale_stride)
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         is_partial = has_row & (partial >= 0)
         slot_of_head = partial.to(tl.int64) * (NUM_KV_HEADS * GROUP) + query_head
@@ -319,6 +326,16 @@ def attend_kernel(
 
 
 @triton.jit
+def _read_merge(merges, index, is_there):
+    fields = merges + index * 3
+    return (
+        tl.load(fields, mask=is_there, other=0),
+        tl.load(fields + 1, mask=is_there, other=0),
+        tl.load(fields + 2, mask=is_there, other=0),
+    )
+
+
+@triton.jit
 def merge_kernel(
     out,  # [num_rows, num_heads, HEAD_DIM]
     partial_out,  # float32 [num_partials, num_heads, HEAD_DIM]
@@ -335,19 +352,21 @@ def merge_kernel(
     DEPENDS: tl.constexpr,
 ):
     """Merge the rows that have several partials, on a fixed grid."""
+    first_unit = tl.program_id(0)
     num_units = tl.load(num_merges) * NUM_KV_HEADS
+    # Which partials, before the wait for them.
+    row, first, count = _read_merge(merges, first_unit // NUM_KV_HEADS, first_unit < num_units)
     if DEPENDS != 0:
         gdc_wait()
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
-        merge = merges + unit // NUM_KV_HEADS * 3
+    for unit in range(first_unit, num_units, tl.num_programs(0)):
         _merge(
             out,
             partial_out,
             partial_sum,
-            tl.load(merge),
+            row,
             unit % NUM_KV_HEADS,
-            tl.load(merge + 1),
-            tl.load(merge + 2),
+            first,
+            count,
             out_row_stride,
             out_head_stride,
             NUM_KV_HEADS,
@@ -356,3 +375,5 @@ def merge_kernel(
             MERGE_PAD,
             SPLITS,
         )
+        next_unit = unit + tl.num_programs(0)
+        row, first, count = _read_merge(merges, next_unit // NUM_KV_HEADS, next_unit < num_units)

@@ -18,15 +18,17 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from chatserve_kernels import compile_step
+from chatserve_kernels import attend_hopper, compile_step
 from chatserve_kernels.attend import attend_kernel, merge_kernel
 from chatserve_kernels.configs import default_configs, prefill_configs
-from chatserve_kernels.forest_decode import MERGE_WARPS, MIN_DOT, TileConfig, merge_constants
+from chatserve_kernels.launch import MERGE_WARPS, MIN_DOT, merge_constants
+from chatserve_kernels.tiles import TileConfig
 
 TARGET = GPUTarget("cuda", 90, 32)
-_ELEMENTS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-_ATTEND_TENSORS = 12
+_ELEMENTS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "float8_e4m3fn": "*fp8e4nv"}
+_ATTEND_TENSORS = 14
 _ATTEND_FLOATS = ("score_scale", "score_cap")
 
 
@@ -45,6 +47,7 @@ def compile_attend(
     head_dim: int = 128,
     group_size: int = 4,
     dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
     window: bool = False,
     softcap: bool = False,
     num_kv_heads: int = 8,
@@ -52,12 +55,14 @@ def compile_attend(
     merges: bool = True,
     causal: bool = False,
 ) -> Usage:
-    """Compile `attend_kernel` as `forest_decode` would launch it."""
-    element = _ELEMENTS[dtype]
+    """Compile `attend_kernel` as `forest_decode` would launch it; a `kv_dtype` of its own comes with scales."""
     names = attend_kernel.arg_names
-    types = ["*fp32" if name.startswith("partial") else "*i32" for name in names[:_ATTEND_TENSORS]]
-    for name in ("out", "query", "key", "value"):
-        types[names.index(name)] = element
+    floats = ("partial_out", "partial_sum", "key_scale", "value_scale")
+    types = ["*fp32" if name in floats else "*i32" for name in names[:_ATTEND_TENSORS]]
+    for name in ("out", "query"):
+        types[names.index(name)] = _ELEMENTS[dtype]
+    for name in ("key", "value"):
+        types[names.index(name)] = _ELEMENTS[kv_dtype or dtype]
     constants = {
         **merge_constants(num_kv_heads * group_size, num_kv_heads, head_dim),
         "HEAD_PAD": max(MIN_DOT, triton.next_power_of_2(head_dim)),
@@ -73,6 +78,8 @@ def compile_attend(
         "MERGES": merges,
         "DEPENDS": 1,
     }
+    if kv_dtype is None:
+        constants |= {"key_scale": None, "value_scale": None}
     signature = {}
     for index, name in enumerate(names):
         if name in constants:
@@ -83,6 +90,39 @@ def compile_attend(
             signature[name] = "fp32" if name in _ATTEND_FLOATS else "i32"
     divisible = [name for name in names if name not in constants and name not in _ATTEND_FLOATS and name != "window"]
     return _compile(attend_kernel, signature, constants, divisible, config.options)
+
+
+def compile_hopper(
+    config: TileConfig,
+    *,
+    head_dim: int = 128,
+    group_size: int = 4,
+    dtype: str = "bfloat16",
+    window: bool = False,
+    softcap: bool = False,
+    num_kv_heads: int = 8,
+    block_size: int = 16,
+    causal: bool = False,
+    depends: int = 1,
+) -> Usage:
+    """Compile `attend_hopper_kernel` as `forest_decode` would launch it."""
+    kernel = attend_hopper.attend_hopper_kernel
+    constants = {
+        **attend_hopper.constants(config, num_kv_heads * group_size, num_kv_heads, head_dim, block_size),
+        "HAS_WINDOW": window,
+        "HAS_CAP": softcap,
+        "IS_CAUSAL": causal,
+        "DEPENDS": depends,
+    }
+    rows = f"tensordesc<{_ELEMENTS[dtype][1:]}[{block_size},{attend_hopper.BOX_COLUMNS}],{attend_hopper.TILE_LAYOUT!r}>"
+    types = dict.fromkeys(("tables", "starts", "items", "entries", "last_positions"), "*i32")
+    types |= dict.fromkeys(("partial_out", "partial_sum"), "*fp32") | dict.fromkeys(_ATTEND_FLOATS, "fp32")
+    types |= dict.fromkeys(("out", "query"), _ELEMENTS[dtype]) | dict.fromkeys(("key_rows", "value_rows"), rows)
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    odd = {"key_rows", "value_rows", "window", *_ATTEND_FLOATS, *constants}
+    divisible = [name for name in kernel.arg_names if name not in odd]
+    assert config.hopper is not None
+    return _compile(kernel, signature, constants, divisible, config.hopper.options, source=GluonASTSource)
 
 
 def compile_merge(*, num_kv_heads: int = 8, group_size: int = 4, head_dim: int = 128, dtype: str = "bfloat16") -> Usage:
@@ -101,14 +141,14 @@ def compile_merge(*, num_kv_heads: int = 8, group_size: int = 4, head_dim: int =
     return _compile(merge_kernel, signature, constants, list(types), {"num_warps": MERGE_WARPS})
 
 
-def _compile(kernel, signature, constants, divisible, options) -> Usage:
-    source = ASTSource(
+def _compile(kernel, signature, constants, divisible, options, source=ASTSource) -> Usage:
+    recipe = source(
         fn=kernel,
         signature=signature,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
-    compiled = triton.compile(source, target=TARGET, options=options)
+    compiled = triton.compile(recipe, target=TARGET, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -120,22 +160,29 @@ def _compile(kernel, signature, constants, divisible, options) -> Usage:
     return Usage(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared)
 
 
-def specialisations(head_dim: int, dtype: str) -> dict[str, Usage]:
-    """All that `forest_decode` may launch for such heads, each plain and with window and soft cap."""
+def specialisations(head_dim: int, dtype: str, *, plain: bool = False) -> dict[str, Usage]:
+    """All that `forest_decode` and `paged_prefill` may launch for such heads: each plain and, unless only that is asked
+    for, with a window and a soft cap, and with 8-bit keys and values."""
+    is_half = dtype != "float32"
+    few, many = (default_configs(head_dim, is_half=is_half, max_rows=max_rows) for max_rows in (1, 256))
+    prefill = prefill_configs(head_dim, is_half=is_half)
     usages = {}
-    for max_rows in (1, 256):
-        configs = default_configs(head_dim, is_half=dtype != "float32", max_rows=max_rows)
-        for name in ("alone", "beside", "wide"):
-            for options in ({}, {"window": True, "softcap": True}):
-                usage = compile_attend(
-                    getattr(configs, name), head_dim=head_dim, dtype=dtype, merges=name == "alone", **options
-                )
-                usages[" ".join([name, dtype, str(head_dim), f"up to {max_rows} rows", *options])] = usage
-    prefill = prefill_configs(head_dim, is_half=dtype != "float32").wide
-    usages[f"prefill {dtype} {head_dim}"] = compile_attend(
-        prefill, head_dim=head_dim, dtype=dtype, merges=False, causal=True
-    )
-    usages[f"merge {dtype} {head_dim}"] = compile_merge(head_dim=head_dim, dtype=dtype)
+    for name, config, merges, causal, depends in (
+        ("alone, few rows:", few.alone, True, False, 1),
+        ("alone:", many.alone, True, False, 1),
+        ("beside:", many.beside, False, False, 2),
+        ("wide:", many.wide, False, False, 1),
+        ("prefill:", prefill.wide, False, True, 1),
+    ):
+        shape = {"head_dim": head_dim, "dtype": dtype, "causal": causal}
+        bent = {"window": True, "softcap": True}
+        for options in ({}, bent, {"kv_dtype": "float8_e4m3fn"})[: 1 if plain else None]:
+            label = " ".join([name, dtype, str(head_dim), *map(str, options)])
+            usages[label] = compile_attend(config, merges=merges, **shape, **options)
+        for options in ({}, bent)[: 1 if plain else None] if config.hopper is not None else ():
+            label = " ".join(["hopper", name, dtype, str(head_dim), *options])
+            usages[label] = compile_hopper(config, depends=depends, **shape, **options)
+    usages[f"merge: {dtype} {head_dim}"] = compile_merge(head_dim=head_dim, dtype=dtype)
     return usages
 
 
@@ -148,7 +195,10 @@ def main() -> None:
     """Print every default specialisation's usage."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="*", default=[64, 80, 96, 128, 256])
-    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=list(_ELEMENTS))
+    parser.add_argument(
+        "--dtype", nargs="*", default=["bfloat16", "float32"], choices=["bfloat16", "float16", "float32"]
+    )
+    parser.add_argument("--plain", action="store_true", help="without windows, soft caps and 8-bit keys and values")
     parser.add_argument("--step", action="store_true", help="the kernels around attention instead")
     chosen = parser.parse_args()
     usages: dict[str, Usage] = {}
@@ -157,7 +207,7 @@ def main() -> None:
             usages |= step_specialisations(dtype)
         else:
             for head_dim in chosen.head_dim:
-                usages |= specialisations(head_dim, dtype)
+                usages |= specialisations(head_dim, dtype, plain=chosen.plain)
     results = {label: usage._asdict() for label, usage in usages.items()}
     json.dump(results, sys.stdout, indent=1)
     print()

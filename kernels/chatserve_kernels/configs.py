@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chatserve_kernels.device_plan import DecodeConfigs
-from chatserve_kernels.forest_decode import TileConfig
+from chatserve_kernels.tiles import HopperTile, Pace, TileConfig
 
 FEW_ROWS = 16
 """Up to here one large program a multiprocessor, which leaves fewer partials to merge, beats two smaller ones."""
@@ -39,19 +39,11 @@ def default_configs(head_dim: int, *, is_half: bool, max_rows: int) -> DecodeCon
         )
     else:
         alone = TileConfig(query_rows=16, key_tokens=tokens, warps=4, stages=4, programs=2)
-    # Two of `beside` and one of `wide` fill a multiprocessor's registers to the last one, and most of its memory.
-    return DecodeConfigs(
-        alone=alone,
-        beside=TileConfig(
-            query_rows=16,
-            key_tokens=tokens // 2,
-            warps=4,
-            stages=3,
-            programs=2,
-            max_registers=None if is_wide_head else 128,
-        ),
-        wide=TileConfig(query_rows=64, key_tokens=tokens, warps=8 if is_wide_head else 4, stages=3, programs=1),
-    )
+    if is_wide_head:
+        beside = TileConfig(query_rows=16, key_tokens=tokens // 2, warps=4, stages=3, programs=2)
+        wide = TileConfig(query_rows=64, key_tokens=tokens, warps=8, stages=3, programs=1)
+        return DecodeConfigs(alone=alone, beside=beside, wide=wide)
+    return DecodeConfigs(alone=alone, beside=NARROW, wide=_wide(64, 4), pace=PACE)
 
 
 def prefill_configs(head_dim: int, *, is_half: bool) -> DecodeConfigs:
@@ -59,8 +51,27 @@ def prefill_configs(head_dim: int, *, is_half: bool) -> DecodeConfigs:
     decode = default_configs(head_dim, is_half=is_half, max_rows=1)
     if not is_half or head_dim > 128:
         return decode
-    return DecodeConfigs(
-        alone=decode.alone,
-        beside=decode.beside,
-        wide=TileConfig(query_rows=128, key_tokens=64, warps=8, stages=3, programs=1),
+    return DecodeConfigs(alone=decode.alone, beside=decode.beside, wide=_wide(128, 2))
+
+
+def _wide(key_tokens: int, hopper_stages: int) -> TileConfig:
+    """For 16-bit elements and heads of up to 128: on Hopper by the copy engine, elsewhere as plain tiles."""
+    return TileConfig(
+        query_rows=128,
+        key_tokens=key_tokens,
+        warps=8,
+        stages=192 // key_tokens,
+        programs=1,
+        hopper=HopperTile(stages=hopper_stages, registers=232),
     )
+
+
+NARROW = TileConfig(
+    query_rows=64,
+    key_tokens=64,
+    warps=8,
+    stages=3,
+    programs=2,
+    hopper=HopperTile(stages=3, registers=216, max_registers=128),
+)
+PACE = Pace(wide_tile=1.1, small_tile=1.4, saturating=0.65, start=8.0)

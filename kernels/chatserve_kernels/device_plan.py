@@ -17,7 +17,7 @@ from chatserve_kernels.work import ENTRY_FIELDS, ITEM_FIELDS, MERGE_FIELDS, Deco
 
 if TYPE_CHECKING:
     from chatserve_kernels.forest import CostModel
-    from chatserve_kernels.forest_decode import TileConfig
+    from chatserve_kernels.tiles import Pace, TileConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class DecodeConfigs:
     alone: TileConfig
     beside: TileConfig
     wide: TileConfig
+    pace: Pace | None = None
+    """None: wide and small tiles are each cut for the whole chip."""
     merge_programs: int = 2112
 
 
@@ -94,6 +96,7 @@ def make_planner(
         share=share,
         fixed_chunk=fixed_chunk,
         cost=cost,
+        pace=configs.pace,
     )
 
 

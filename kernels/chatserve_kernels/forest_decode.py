@@ -1,48 +1,23 @@
 """What a model calls: decode over a forest of sessions, and prefill over a paged prefix.
 
-Chooses and launches the kernels of `attend` for a plan that is on the device already. Owns the memory of partial
-results; must not know how work is planned.
+Checks the arguments, and says which kernels run (`launch` module) for a plan that is on the device already. Owns the
+memory of partial results; must not know how work is planned.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
-from chatserve_kernels.attend import attend_kernel, merge_kernel
+from chatserve_kernels.launch import Call
+from chatserve_kernels.tiles import TileConfig
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DevicePlan
     from chatserve_kernels.work import PlanLayout
 
-LOG2_E = math.log2(math.e)
-MERGE_ELEMENTS = 4096
-"""Numbers of partial results a merging program holds at a time: 32 registers of each of its threads."""
-MERGE_WARPS = 4
-MIN_DOT = 16
-"""The shortest sum that a matrix product computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class TileConfig:
-    """How one specialisation is compiled. `programs` a multiprocessor run at a time, in `max_registers` a thread."""
-
-    query_rows: int
-    key_tokens: int
-    warps: int
-    stages: int
-    programs: int
-    max_registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
-        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
+__all__ = ["DecodeWorkspace", "TileConfig", "forest_decode", "paged_prefill"]
 
 
 class DecodeWorkspace:
@@ -57,19 +32,6 @@ class DecodeWorkspace:
         self.arrivals = torch.zeros((layout.max_rows, num_kv_heads), dtype=torch.int32, device=device)
 
 
-def merge_constants(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
-    """Compile-time arguments that both kernels take."""
-    group = num_heads // num_kv_heads
-    merge_pad = triton.next_power_of_2(group * head_dim)
-    return {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "MERGE_PAD": merge_pad,
-        "SPLITS": min(8, max(1, MERGE_ELEMENTS // merge_pad)),
-    }
-
-
 def forest_decode(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -80,6 +42,8 @@ def forest_decode(
     *,
     scale: float,
     softcap: float | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from one token a row.
@@ -87,11 +51,17 @@ def forest_decode(
     `query` [num_rows, num_heads, head_dim], the plan's rows and padding; `key`, `value` [num_blocks, num_kv_heads,
     block_size, head_dim], any strides but 1 along head_dim, which lets a layer of any pool be passed as a view;
     `tables` int32 [num_rows, max_blocks]. What is launched depends on `plan.with_wide` alone, so a graph serves any
-    later plan that is like the captured one in that. Returns `out`, like `query`.
+    later plan that is like the captured one in that.
+
+    Keys and values may be float8_e4m3fn: they are widened to the query's type before they are multiplied, since
+    Hopper's 8-bit products lose accuracy over long contexts. `key_scale` and `value_scale`, float32 [1] or
+    [num_kv_heads] on the device, are what the stored numbers must be multiplied by.
+
+    Returns `out`, like `query`.
     """
     if plan.is_causal:
         raise ValueError("expected a decode plan, got one of new tokens")
-    return _attend(query, key, value, tables, plan, workspace, scale, softcap, out)
+    return _attend(query, key, value, tables, plan, workspace, scale, softcap, key_scale, value_scale, out)
 
 
 def paged_prefill(
@@ -104,6 +74,8 @@ def paged_prefill(
     *,
     scale: float,
     softcap: float | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each row's new tokens to its keys up to their own, which must be in the pool already.
@@ -113,7 +85,7 @@ def paged_prefill(
     """
     if not plan.is_causal:
         raise ValueError("expected a plan of new tokens, got a decode plan")
-    return _attend(query, key, value, tables, plan, workspace, scale, softcap, out)
+    return _attend(query, key, value, tables, plan, workspace, scale, softcap, key_scale, value_scale, out)
 
 
 def _attend(
@@ -125,79 +97,25 @@ def _attend(
     workspace: DecodeWorkspace,
     scale: float,
     softcap: float | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = key.shape[1:3]
     if out is None:
         out = torch.empty_like(query)
     _check(query, key, value, tables, out, plan, scale)
-    if softcap is None:
-        score_scale, score_cap = scale * LOG2_E, 0.0
-    else:
-        score_scale, score_cap = 2 * scale * LOG2_E / softcap, softcap * LOG2_E
-    constants = merge_constants(num_heads, num_kv_heads, head_dim)
-    launch_early = {"launch_pdl": True} if query.is_cuda else {}
-
-    def attend(config: TileConfig, starts: torch.Tensor, items: torch.Tensor, depends: int) -> None:
-        attend_kernel[((starts.numel() - 1) * num_kv_heads,)](
-            out,
-            workspace.out,
-            workspace.sums,
-            query,
-            key,
-            value,
-            tables,
-            starts,
-            items,
-            plan.entries,
-            plan.last_positions,
-            workspace.arrivals,
-            score_scale,
-            score_cap,
-            plan.window or 0,
-            *out.stride()[:2],
-            *query.stride()[:2],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            tables.stride(0),
-            **constants,
-            HEAD_PAD=max(MIN_DOT, triton.next_power_of_2(head_dim)),
-            BLOCK=block_size,
-            M=config.query_rows,
-            N=config.key_tokens,
-            HAS_WINDOW=plan.window is not None,
-            IS_CAUSAL=plan.is_causal,
-            HAS_CAP=softcap is not None,
-            SAME_STRIDES=key.stride() == value.stride(),
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            WIDEN=not query.is_cuda,
-            MERGES=not plan.with_wide,
-            DEPENDS=depends if query.is_cuda else 0,
-            **config.options,
-            **launch_early,
-        )
-
-    if plan.with_wide:
-        # The wide kernel comes first, and the small one, which needs nothing of it, fills what it leaves of the chip;
-        # at its end the small one waits for it, so that whoever waits for the small one has waited for both.
-        attend(plan.configs.wide, plan.wide_starts, plan.wide_items, 1)
-        if not plan.is_causal:
-            attend(plan.configs.beside, plan.small_starts, plan.small_items, 2)
-        merge_kernel[(plan.configs.merge_programs,)](
-            out,
-            workspace.out,
-            workspace.sums,
-            plan.num_merges,
-            plan.merges,
-            *out.stride()[:2],
-            **constants,
-            DEPENDS=int(query.is_cuda),
-            num_warps=MERGE_WARPS,
-            **launch_early,
-        )
-    else:
-        attend(plan.configs.alone, plan.small_starts, plan.small_items, 1)
+    _check_scales(key_scale, value_scale, key.shape[1], query.device)
+    call = Call(out, query, key, value, tables, plan, workspace, scale, softcap, key_scale, value_scale)
+    configs = plan.configs
+    if not plan.with_wide:
+        call.attend(configs.alone, plan.small_starts, plan.small_items, depends=1, merges=True)
+        return out
+    # The wide kernel comes first, and the small one, which needs nothing of it, fills what it leaves of the chip; at
+    # its end the small one waits for it, so that whoever waits for the small one has waited for both.
+    call.attend(configs.wide, plan.wide_starts, plan.wide_items, depends=1, merges=False)
+    if not plan.is_causal:
+        call.attend(configs.beside, plan.small_starts, plan.small_items, depends=2, merges=False)
+    call.merge()
     return out
 
 
@@ -223,3 +141,17 @@ def _check(
         raise ValueError(f"expected the plan's {plan.num_rows} rows, got {num_rows}")
     if scale <= 0:
         raise ValueError(f"expected a scale above 0, got {scale}")
+
+
+def _check_scales(
+    key_scale: torch.Tensor | None, value_scale: torch.Tensor | None, num_kv_heads: int, device: torch.device
+) -> None:
+    if key_scale is None and value_scale is None:
+        return
+    if key_scale is None or value_scale is None or key_scale.shape != value_scale.shape:
+        raise ValueError("expected scales of one shape for both keys and values, or for neither")
+    if key_scale.shape not in {(1,), (num_kv_heads,)}:
+        raise ValueError(f"expected 1 or {num_kv_heads} scales, got {list(key_scale.shape)}")
+    for scales in (key_scale, value_scale):
+        if scales.dtype != torch.float32 or scales.device != device or not scales.is_contiguous():
+            raise ValueError(f"expected contiguous float32 scales on {device}, got {scales.dtype} on {scales.device}")

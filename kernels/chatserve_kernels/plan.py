@@ -29,6 +29,8 @@ from chatserve_kernels.work import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from chatserve_kernels.tiles import Pace
+
 
 class _Sharing(NamedTuple):
     """All that stays the same from step to step while the same rows run."""
@@ -38,8 +40,10 @@ class _Sharing(NamedTuple):
     """Tokens, by row."""
     small: Segments
     wide: Segments
-    wide_items: Items
-    """Without a window."""
+    wide_items: dict[int, Items]
+    """Without a window, by how many slots they are cut for."""
+    needs_wide: bool
+    """Whether a run has more rows than small tiles that run alone hold."""
 
 
 class DecodePlanner:
@@ -48,6 +52,7 @@ class DecodePlanner:
     `alone`, `beside` and `wide` are the kernels' tiles: small ones if there is nothing wide, small ones beside wide
     ones, and those. `fixed_chunk` cuts every row at multiples of that many tokens and nowhere else and shares nothing,
     so that a row's result does not depend, to the bit, on what runs beside it. `share=False` only turns sharing off.
+    `pace` parts the chip between wide and small tiles; without it each kind is cut for all of it.
     """
 
     def __init__(
@@ -64,8 +69,9 @@ class DecodePlanner:
         share: bool = True,
         max_levels: int = 4,
         fixed_chunk: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        assert alone.query_rows == beside.query_rows
+        assert alone.query_rows <= beside.query_rows
         if not 1 <= group_size <= alone.query_rows:
             raise PlanError(f"expected a group size from 1 to {alone.query_rows}, got {group_size}")
         if block_size & (block_size - 1):
@@ -73,10 +79,12 @@ class DecodePlanner:
         self._block_size = block_size
         self._max_context = max_context
         self._cost = cost
+        self._pace = pace
         self._share = share and fixed_chunk is None
         self._max_levels = max_levels if self._share else 0
         self._alone, self._beside, self._wide = alone, beside, wide
-        self._small_rows, self._wide_rows = alone.rows(group_size), wide.rows(group_size)
+        self._alone_rows, self._beside_rows = alone.rows(group_size), beside.rows(group_size)
+        self._wide_rows = wide.rows(group_size)
         small_slots = max(alone.num_slots, beside.num_slots)
         self._fixed_units = None
         pieces = 0
@@ -85,7 +93,7 @@ class DecodePlanner:
             self._fixed_units = -(-fixed_chunk // unit)
             pieces = max_rows * (-(-max_context // (self._fixed_units * unit)))
         shared = max_rows * self._max_levels
-        max_entries = max_rows + shared + small_slots * self._small_rows + wide.num_slots * self._wide_rows + pieces
+        max_entries = max_rows + shared + small_slots * self._beside_rows + wide.num_slots * self._wide_rows + pieces
         self.layout = PlanLayout.of(
             max_rows=max_rows,
             alone_slots=alone.num_slots,
@@ -126,7 +134,7 @@ class DecodePlanner:
         sharing = self._sharing if same_rows else None
         if sharing is None or len(sharing.order) != num_rows:
             sharing = self._sharing = self._find_sharing(tables, lengths)
-        needs_wide = len(sharing.wide.rows) > 0
+        needs_wide = sharing.needs_wide
         if with_wide is False and needs_wide:
             sharing = self._share_nothing(num_rows)
         return self._pack(
@@ -145,9 +153,11 @@ class DecodePlanner:
         runs, covered = choose_shared(forest, self._block_size, self._cost, self._max_levels)
         small: list[tuple[int, int, int, int, int]] = []
         wide: list[tuple[int, int, int, int, int]] = []
+        needs_wide = any(run.last - run.first > self._alone_rows for run in runs)
+        small_rows = self._beside_rows if needs_wide else self._alone_rows
         for run in runs:
             count = run.last - run.first
-            into, per_tile = (small, self._small_rows) if count <= self._small_rows else (wide, self._wide_rows)
+            into, per_tile = (small, small_rows) if count <= small_rows else (wide, self._wide_rows)
             num_tiles = -(-count // per_tile)
             start, length = run.begin * self._block_size, (run.end - run.begin) * self._block_size
             for tile in range(num_tiles):
@@ -157,26 +167,47 @@ class DecodePlanner:
         private_starts = np.empty(num_rows, dtype=np.int64)
         private_starts[forest.order] = covered * self._block_size
         wide_segments = segments_of(wide)
-        return _Sharing(forest.order, private_starts, segments_of(small), wide_segments, self._cut_wide(wide_segments))
+        return _Sharing(
+            forest.order,
+            private_starts,
+            segments_of(small),
+            wide_segments,
+            {},
+            needs_wide=needs_wide,
+        )
 
     def _share_nothing(self, num_rows: int) -> _Sharing:
         nothing = segments_of([])
-        return _Sharing(np.arange(num_rows), np.zeros(num_rows, np.int64), nothing, nothing, self._cut_wide(nothing))
+        starts = np.zeros(num_rows, dtype=np.int64)
+        return _Sharing(np.arange(num_rows), starts, nothing, nothing, {}, needs_wide=False)
 
-    def _cut_wide(self, segments: Segments) -> Items:
-        unit = self._unit(self._wide)
-        return cut(segments, -(-segments.lengths // unit), unit, self._wide.num_slots, None)
+    def _choose_slots(self, wide_units: int, small_units: int) -> tuple[int, int]:
+        """How many slots wide and small items are cut for: all for both, which then run one after the other, or some
+        multiprocessors for the wide ones and the others for the small ones, whichever takes less time."""
+        wide_slots, small_slots, pace = self._wide.num_slots, self._beside.num_slots, self._pace
+        if pace is None or wide_slots < 2:
+            return wide_slots, small_slots
+        per_slot = max(1, round(small_slots / wide_slots))  # small programs in a wide one's place
+        wide = np.arange(1, wide_slots + 1)
+        small = np.where(wide < wide_slots, small_slots - per_slot * wide, small_slots)
+        small = np.maximum(1, small)
+        wide_us = -(-wide_units // wide) * pace.wide_tile
+        small_us = small_units / np.minimum(small, pace.saturating * small_slots) * pace.small_tile
+        us = np.maximum(wide_us, small_us)
+        us[-1] = wide_us[-1] + small_us[-1] + pace.start
+        best = int(us.argmin())
+        return int(wide[best]), int(small[best])
 
     def _pack(
         self, sharing: _Sharing, lengths: NDArray[np.int64], window: int | None, num_padding: int, *, with_wide: bool
     ) -> DecodePlan:
         layout, num_rows = self.layout, len(lengths)
-        starts, small, wide, wide_items = sharing.private_starts, sharing.small, sharing.wide, sharing.wide_items
+        starts, small, wide, cut_before = sharing.private_starts, sharing.small, sharing.wide, sharing.wide_items
         if window is not None:
             visible = np.maximum(0, lengths - window) // self._block_size * self._block_size
             starts = np.maximum(starts, visible)
             small, wide = (_trim(segments, visible[sharing.order]) for segments in (small, wide))
-            wide_items = self._cut_wide(wide)
+            cut_before = {}
         # Private segments in the forest's order, so that neighbours in memory are neighbours in time.
         order = sharing.order
         if num_padding:
@@ -191,7 +222,16 @@ class DecodePlanner:
         if lengths.min(initial=1) == 0:
             # A row without tokens is an item too: it is what writes the row's zeros.
             units[-len(order) :][lengths[order] == 0] = 1
-        small_items = cut(small, units, unit, tile.num_slots, self._fixed_units)
+        wide_unit = self._unit(self._wide)
+        wide_units = -(-wide.lengths // wide_unit)
+        wide_slots, small_slots = self._wide.num_slots, tile.num_slots
+        if len(wide.rows):
+            wide_slots, small_slots = self._choose_slots(int(wide_units.sum()), int(units.sum()))
+        wide_items = cut_before.get(wide_slots)
+        if wide_items is None:
+            wide_items = cut(wide, wide_units, wide_unit, self._wide.num_slots, num_used=wide_slots)
+            cut_before[wide_slots] = wide_items
+        small_items = cut(small, units, unit, tile.num_slots, self._fixed_units, small_slots)
         work = Work(small, small_items, wide, wide_items)
         return pack(layout, order, lengths - 1, work, window, with_wide=with_wide)
 
@@ -245,9 +285,9 @@ class PrefillPlanner:
             low = np.maximum(0, first_positions + 1 - window) // self._block_size * self._block_size
         segments = Segments(rows, low, first_positions + counts - low, first_tokens, counts)
         unit = max(self._tile.key_tokens, self._block_size)
-        items = cut(segments, -(-segments.lengths // unit), unit, self._tile.num_slots, None)
+        items = cut(segments, -(-segments.lengths // unit), unit, self._tile.num_slots)
         nothing = segments_of([])
-        nothing_cut = cut(nothing, nothing.lengths, unit, self._tile.num_slots, None)
+        nothing_cut = cut(nothing, nothing.lengths, unit, self._tile.num_slots)
         positions = np.arange(num_tokens) - np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
         positions = np.append(positions, np.full(num_padding, -1))
         work = Work(nothing, nothing_cut, segments, items)

@@ -21,11 +21,17 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `forest_decode`, with `lengths` [num_rows] in place of a plan; a row of length 0 is zero. Returns float64."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = key.shape[1:3]
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
+
+    def scaled(pool: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return pool if scale is None else pool * scale.double().view(-1, 1, 1)
+
     for row, length in enumerate(lengths.tolist()):
         first = 0 if window is None else max(0, length - window)
         if first == length:
@@ -33,14 +39,14 @@ def decode_attention(
         blocks = tables[row, : -(-length // block_size)].long()
 
         def tokens(pool: torch.Tensor, blocks=blocks, first=first, length=length) -> torch.Tensor:
-            gathered = pool[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[first:length]
-            return gathered.double().transpose(0, 1)  # [num_kv_heads, tokens, head_dim]
+            gathered = pool[blocks].double().transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[first:length]
+            return gathered.transpose(0, 1)  # [num_kv_heads, tokens, head_dim]
 
         grouped = query[row].double().view(num_kv_heads, -1, head_dim)
-        scores = grouped @ tokens(key).transpose(1, 2) * scale
+        scores = grouped @ scaled(tokens(key), key_scale).transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        out[row] = (torch.softmax(scores, -1) @ tokens(value)).view(num_heads, head_dim)
+        out[row] = (torch.softmax(scores, -1) @ scaled(tokens(value), value_scale)).view(num_heads, head_dim)
     return out
 
 
@@ -55,6 +61,8 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `paged_prefill`: each token is a decode row of its own. Returns float64."""
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -64,7 +72,16 @@ def prefill_attention(
         for index in range(length)
     ]
     return decode_attention(
-        query, key, value, tables[rows], torch.tensor(ends), scale=scale, window=window, softcap=softcap
+        query,
+        key,
+        value,
+        tables[rows],
+        torch.tensor(ends),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 

@@ -202,8 +202,16 @@ def rename_tables(layout: PlanLayout, plan: DecodePlan, table_rows: NDArray[np.i
     return plan
 
 
-def cut(segments: Segments, units: NDArray[np.int64], unit: int, num_slots: int, fixed_units: int | None) -> Items:
-    """Lay the segments, of `units` key tiles each, end to end, and cut them into equal shares.
+def cut(
+    segments: Segments,
+    units: NDArray[np.int64],
+    unit: int,
+    num_slots: int,
+    fixed_units: int | None = None,
+    num_used: int | None = None,
+) -> Items:
+    """Lay the segments, of `units` key tiles each, end to end, and cut them into equal shares for the first `num_used`
+    of `num_slots` programs a KV head (None: for all).
 
     With `fixed_units` they are cut every so many tiles instead, and each piece goes to the share it begins in.
     """
@@ -213,9 +221,10 @@ def cut(segments: Segments, units: NDArray[np.int64], unit: int, num_slots: int,
         nothing = np.zeros(0, dtype=np.int64)
         return Items(nothing, nothing, nothing, np.zeros(num_slots + 1, dtype=np.int64))
     begins = ends - units
-    bounds = np.arange(num_slots + 1) * total // num_slots
+    num_used = num_slots if num_used is None else num_used
+    bounds = np.minimum(np.arange(num_slots + 1), num_used) * total // num_used
     if fixed_units is None:
-        cuts = np.sort(np.concatenate([begins[units > 0], bounds[:-1]]))
+        cuts = np.sort(np.concatenate([begins[units > 0], bounds[:num_used]]))
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
     else:
         pieces = -(-units // fixed_units)

@@ -68,6 +68,8 @@ class Heads:
     head_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    """None: as `dtype`."""
 
 
 @dataclass
@@ -80,21 +82,23 @@ class Case:
     scale: float = 0.2
     window: int | None = None
     softcap: float | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         heads = self.heads
         generator = torch.Generator(device=DEVICE).manual_seed(1)
 
-        def randn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=DEVICE).to(heads.dtype)
+        def randn(*shape: int, dtype: torch.dtype = heads.dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
+        kv_dtype = heads.kv_dtype or heads.dtype
         num_blocks = max(self.forest.written, default=0) + 1
         shape = (num_blocks, 3, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
-        self.pool = torch.full(
-            shape, torch.nan, dtype=heads.dtype, device=DEVICE
-        )  # block-major; the middle layer is ours
+        # Block-major; the middle layer is ours.
+        self.pool = torch.full(shape, torch.nan, device=DEVICE).to(kv_dtype)
         for block, tokens in self.forest.written.items():
-            self.pool[block, 1, :, :, :tokens] = randn(2, heads.num_kv_heads, tokens, heads.head_dim)
+            self.pool[block, 1, :, :, :tokens] = randn(2, heads.num_kv_heads, tokens, heads.head_dim, dtype=kv_dtype)
         num_rows = len(self.forest.lengths) + self.num_padding
         self.query = randn(num_rows, heads.num_heads, heads.head_dim)
         tables = np.full((num_rows, self.forest.tables.shape[1]), 10**6, dtype=np.int32)
@@ -113,6 +117,8 @@ class Case:
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )
 
     def run(
@@ -161,6 +167,8 @@ class Case:
             workspace,
             scale=self.scale,
             softcap=self.softcap,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
             out=out,
         )
         assert not workspace.arrivals.any(), "the next launch would merge too early"

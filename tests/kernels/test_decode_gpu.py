@@ -45,6 +45,36 @@ def test_head_sizes_and_types(head_dim, dtype, max_rows):
     Case(flat([700, 3, 0], 16), heads).check(configs=configs_for(heads, max_rows), num_processors=132)
 
 
+@pytest.mark.parametrize("num_sharing", [2, 5, 16, 17, 40, 70])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+def test_runs_shared_by_few_and_by_many(num_sharing, kv_dtype):
+    heads = Heads(32, 8, 128, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    paths = [[("system", 1040), (str(row), 60 * row)] for row in range(1, num_sharing + 1)]
+    case = Case(forest([*paths, [("other", 333)]], 16), heads)
+    if kv_dtype is not None:
+        case.key_scale = torch.linspace(0.5, 2.0, 8, device=CUDA)
+        case.value_scale = torch.linspace(3.0, 0.2, 8, device=CUDA)
+    case.check(configs=configs_for(heads, 256), num_processors=132)
+
+
+def test_rows_that_end_where_the_shared_run_ends():
+    """They have no tokens of their own, so that nothing but the wide kernel reads keys for them."""
+    paths = [[("system", 1024), (f"own {row}", row % 2 * 7)] for row in range(40)]
+    case = Case(forest(paths, 16), LLAMA)
+    case.check(configs=configs_for(LLAMA, 256), num_processors=132)
+
+
+def test_fixed_chunks_make_a_row_independent_of_the_others_to_the_bit():
+    lengths = [1300, 3000, 20, 999, 64]
+    configs = configs_for(LLAMA, 256)
+    crowd = Case(flat(lengths, 16), LLAMA)
+    alone = Case(flat(lengths, 16), LLAMA)
+    alone.forest = alone.forest._replace(tables=alone.forest.tables[1:2], lengths=alone.forest.lengths[1:2])
+    alone.query, alone.tables = alone.query[1:2], alone.tables[1:2]
+    options = {"configs": configs, "fixed_chunk": 512}
+    assert torch.equal(crowd.run(**options, num_processors=132)[1], alone.run(**options, num_processors=132)[0])
+
+
 def test_long_rows_keep_their_precision():
     case = Case(flat([131_072, 100_001], 16), LLAMA)
     case.check(configs=configs_for(LLAMA, 1), num_processors=132)

@@ -32,6 +32,16 @@ def test_what_rows_share_is_read_once_with_the_same_result(dtype):
     assert_close(case.check(share=True), case.check(share=False).double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_scales", [0, 1, 2])
+def test_keys_and_values_of_8_bits_are_widened_and_scaled(dtype, num_scales):
+    case = Case(forest(SHARED[:6], 16), Heads(dtype=dtype, kv_dtype=torch.float8_e4m3fn), softcap=9.0)
+    if num_scales:
+        case.key_scale = torch.tensor([1.7, 0.4], device=DEVICE)[:num_scales].contiguous()
+        case.value_scale = torch.tensor([0.6, 2.5], device=DEVICE)[:num_scales].contiguous()
+    assert_close(case.check(share=True), case.check(share=False).double())
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (9, 3), (7, 1), (16, 1)])
 def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads):
@@ -173,6 +183,15 @@ def test_what_does_not_fit_together_is_refused():
     case.key = case.key.transpose(2, 3)
     with pytest.raises(ValueError, match="expected keys and values"):
         case.run()
+    scales = torch.ones(3)
+    for key_scale, value_scale, message in (
+        (scales[:1], None, "for both keys and values"),
+        (scales, scales, "expected 1 or 2 scales"),
+        (scales[:1].double(), scales[:1].double(), "float32 scales"),
+    ):
+        case = Case(flat([20], 16), key_scale=key_scale, value_scale=value_scale)
+        with pytest.raises(ValueError, match=message):
+            case.run()
     case = Case(flat([20], 16))
     with pytest.raises(ValueError, match="scale above 0"):
         Case(case.forest, scale=0.0).run()

@@ -44,7 +44,7 @@ def read(planner: DecodePlanner, plan: DecodePlan) -> tuple[list[list[tuple]], l
             for row, token, length, entry, count in table.reshape(-1, ITEM_FIELDS)[first:last].tolist():
                 rows = entries[entry : entry + count].tolist()
                 result[-1].append((row, token, length, [fields[0] for fields in rows]))
-                for query_row, slot, _, _ in rows:
+                for query_row, slot, *_ in rows:
                     reads.update((query_row, key) for key in range(token, token + length))
                     slots.setdefault(query_row, []).append(slot)
         return result

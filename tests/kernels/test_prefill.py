@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from chatserve_kernels.device_plan import DevicePlan, make_prefill_planner
+from chatserve_kernels.device_plan import DecodeConfigs, DevicePlan, make_prefill_planner
 from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode, paged_prefill
 from chatserve_kernels.reference import prefill_attention
 from chatserve_kernels.work import PlanError
@@ -22,13 +22,15 @@ def check(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    scales: tuple[float, float] | None = None,
     num_processors: int = 6,
+    configs: DecodeConfigs = SMALL_CONFIGS,
 ) -> None:
     case = Case(flat([start + length for start, length in zip(starts, lengths, strict=True)], heads.block_size), heads)
     num_tokens = sum(lengths)
     query = torch.randn(num_tokens, heads.num_heads, heads.head_dim, device=DEVICE).to(heads.dtype)
     planner = make_prefill_planner(
-        SMALL_CONFIGS,
+        configs,
         num_processors=num_processors,
         max_tokens=num_tokens,
         max_rows=len(lengths),
@@ -36,12 +38,14 @@ def check(
         num_kv_heads=heads.num_kv_heads,
         block_size=heads.block_size,
     )
-    plan = DevicePlan(planner.layout, SMALL_CONFIGS, DEVICE)
+    plan = DevicePlan(planner.layout, configs, DEVICE)
     plan.send(planner.plan(np.array(starts), np.array(lengths), window=window))
     workspace = DecodeWorkspace(planner.layout, heads.num_heads, heads.num_kv_heads, heads.head_dim, DEVICE)
     workspace.out.fill_(torch.nan)
     out = torch.full_like(query, torch.nan)
-    paged_prefill(query, case.key, case.value, case.tables, plan, workspace, scale=0.2, softcap=softcap, out=out)
+    key_scale, value_scale = (None, None) if scales is None else torch.tensor(scales, device=DEVICE).split(1)
+    options = {"scale": 0.2, "softcap": softcap, "key_scale": key_scale, "value_scale": value_scale}
+    paged_prefill(query, case.key, case.value, case.tables, plan, workspace, **options, out=out)
     expected = prefill_attention(
         query,
         case.key,
@@ -49,9 +53,8 @@ def check(
         case.tables,
         torch.tensor(starts),
         torch.tensor(lengths),
-        scale=0.2,
         window=window,
-        softcap=softcap,
+        **options,
     )
     assert_close(out, expected)
     with pytest.raises(ValueError, match="expected a decode plan"):
@@ -75,6 +78,10 @@ def test_a_sliding_window(window):
 
 def test_a_soft_cap():
     check([100, 0], [30, 20], Heads(), softcap=2.0)
+
+
+def test_keys_and_values_of_8_bits_are_widened_and_scaled():
+    check([40, 0], [20, 50], Heads(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn), scales=(0.7, 3.0))
 
 
 @settings(max_examples=6, deadline=None)
