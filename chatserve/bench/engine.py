@@ -40,6 +40,8 @@ _VOCAB_SIZE: Final = 128_256
 _BATCHED_TOKENS: Final = 8_192
 _PROMPT_TOKENS: Final = 1_024
 _NUM_USERS: Final = 100
+_START_STEPS: Final = 500
+"""Room for what the first ones say before the last one's prompt is computed."""
 _WARM_UP_STEPS: Final = 50
 _CLIENT: Final = """
 import socket, sys
@@ -91,7 +93,7 @@ class Bench:
         self._num_steps = num_steps
         self._rng = random.Random(0)
         num_idle_blocks = num_idle * -(-idle_tokens // _BLOCK_SIZE)
-        running_tokens = _PROMPT_TOKENS + num_steps + 2 * _WARM_UP_STEPS
+        running_tokens = _PROMPT_TOKENS + num_steps + 2 * _WARM_UP_STEPS + _START_STEPS
         num_running_blocks = (num_running + 1) * (running_tokens // _BLOCK_SIZE + 2)
         kv = KVManager(
             num_blocks=num_running_blocks + num_idle_blocks // 3,
@@ -127,6 +129,7 @@ class Bench:
 
     def run(self) -> StepTimes:
         """Time the steps in which everybody decodes."""
+        has_begun = False
         wall: list[float] = []
         cpu: list[float] = []
         with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
@@ -135,9 +138,16 @@ class Bench:
             listener.listen()
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(path)
-                server = EngineServer(self.engine, listener, drain_s=0.0)
+
+                def on_idle() -> None:
+                    if has_begun:
+                        server.stop()
+
+                server = EngineServer(self.engine, listener, drain_s=0.0, on_idle=on_idle)
 
                 def on_step(plan: StepPlan) -> None:
+                    nonlocal has_begun
+                    has_begun = True
                     if len(plan.rows) == self._num_running and plan.num_tokens == self._num_running:
                         wall.append(time.perf_counter())
                         cpu.append(time.process_time())
@@ -152,6 +162,7 @@ class Bench:
                 with subprocess.Popen(command, stdin=client.fileno()):  # noqa: S603 - our own program
                     client.close()
                     server.run()
+        assert len(wall) > self._num_steps, "some had come to the end of their context before all decoded"
         return StepTimes(wall=_gaps_us(wall), cpu=_gaps_us(cpu))
 
     def submit(self, request_id: str, num_tokens: int, max_tokens: int | None) -> Submit:

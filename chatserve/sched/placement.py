@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 MIN_CHUNK_TOKENS: Final = 128
 """Tokens of prompts that a step takes beside rows that decode, if there are so many. A GPU that decodes for a few dozen
 sessions waits for its weights: so many tokens more cost it little time."""
-CHUNK_TURNS: Final = 48
-"""Where more is waiting, in about so many steps it is to be computed."""
+DECODE_WEIGHT: Final = 4
+"""Of a step's budget prompts get their share by heads, where one that decodes counts as so many that wait: a session
+that waits for its next token has been promised a steady flow of them."""
+CHUNK_STEPS: Final = 192
+"""Whatever waits is computed in about so many steps at most."""
 
 
 class Placement:
@@ -59,15 +62,17 @@ class Placement:
             else:
                 self._place(draft, request)
         if len(draft):
-            draft.budget = min(draft.budget, self._max_chunk_tokens(prefilling))
+            draft.budget = min(draft.budget, self._max_chunk_tokens(draft, prefilling))
         for request in prefilling:
             if draft.budget > 0:
                 self._place(draft, request)
 
-    def _max_chunk_tokens(self, prefilling: list[Request]) -> int:
+    def _max_chunk_tokens(self, draft: Draft, prefilling: list[Request]) -> int:
         """Tokens of prompts for a step in which others decode."""
-        backlog = sum([len(request.token_ids) - request.num_scheduled for request in prefilling])
-        return max(MIN_CHUNK_TOKENS, (self._queue.num_tokens + backlog) // CHUNK_TURNS)
+        num_waiting = len(prefilling) + len(self._queue)
+        share = draft.budget * num_waiting // (num_waiting + DECODE_WEIGHT * len(draft))
+        backlog = self._queue.num_tokens + sum([len(r.token_ids) - r.num_scheduled for r in prefilling])
+        return max(MIN_CHUNK_TOKENS, share, backlog // CHUNK_STEPS)
 
     def _place(self, draft: Draft, request: Request) -> None:
         """Give a running request its row, preempting newer ones for the blocks, or leave it out of this step."""
