@@ -73,6 +73,8 @@ class CudaSetup:
                 )
                 executor = DeviceExecutor(self.model, backend, rows, [], CapturedGraphs())
                 executor.capture()
+            if isinstance(backend, TritonAttention) and self.device.type == "cuda":
+                backend.warm_up(min(self.max_tokens, self.context_tokens))
             torch.cuda.current_stream().synchronize()
         return executor
 
