@@ -1,4 +1,7 @@
-"""Prefill over a paged prefix, one layer, beside PyTorch's attention on contiguous keys and values."""
+"""Prefill as an engine dispatches it, one layer, beside PyTorch's attention on contiguous keys and values.
+
+Long prompts go to a dense kernel over a gathered copy, whose time contains the gathering; their time by pages is given
+beside it."""
 
 from __future__ import annotations
 
@@ -12,14 +15,29 @@ from torch.nn.functional import scaled_dot_product_attention
 from chatserve_kernels.bench.tables import DTYPE, Bench, Row, free, table
 from chatserve_kernels.bench.workloads import BLOCK, HEAD_DIM, HEADS, KV_HEADS, TOKEN_BYTES
 from chatserve_kernels.configs import prefill_configs
+from chatserve_kernels.dense_prefill import DenseWorkspace, dense_prefill, split
 from chatserve_kernels.device_plan import DevicePlan, make_prefill_planner
 from chatserve_kernels.forest_decode import DecodeWorkspace, paged_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CHUNKS = [(0, 8192), (8192, 512), (8192, 64), (2048, 64), (8192, 16)]
-"""(cached, new) tokens."""
+    from chatserve_kernels.dense_prefill import DensePiece
+
+CHUNKS = [
+    (0, 8192),
+    (0, 4096),
+    (0, 1024),
+    (8192, 4096),
+    (8192, 1024),
+    (8192, 512),
+    (9000, 512),
+    (8192, 256),
+    (8192, 64),
+    (2048, 64),
+    (8192, 16),
+]
+"""(cached, new) tokens; new ones in numbers that `dense_prefill.split` gives whole to one kernel."""
 
 
 @table("prefill")
@@ -28,13 +46,17 @@ def measure(bench: Bench) -> Iterator[Row]:
     pool = torch.randn(1200, 4, 2, KV_HEADS, BLOCK, HEAD_DIM, device="cuda").to(DTYPE)
     for cached, new in CHUNKS:
         pairs = new * cached + new * (new + 1) // 2
+        by_pages = bench.us(paged(pool, cached, new))
+        piece = split(cached, new)
         row = Row(
             "prefill",
             f"{new} on {cached}",
-            bench.us(ours(pool, cached, new)),
+            by_pages if piece is None else bench.us(dense(pool, piece)),
             bytes=(cached + new) * TOKEN_BYTES + 2 * new * HEADS * HEAD_DIM * 2,
             flops=4 * HEAD_DIM * HEADS * pairs,
         )
+        if piece is not None:
+            row.more["by pages us"] = by_pages
         if bench.with_rivals:
             for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
                 row.rivals[backend.name] = bench.us(_rival(backend, cached, new))
@@ -42,7 +64,16 @@ def measure(bench: Bench) -> Iterator[Row]:
     free()
 
 
-def ours(pool: torch.Tensor, cached: int, new: int) -> Callable[[], object]:
+def dense(pool: torch.Tensor, piece: DensePiece) -> Callable[[], object]:
+    """As `paged`, by a dense kernel."""
+    table = torch.randperm(len(pool), device=pool.device)[: -(-piece.end // BLOCK)].int()
+    workspace = DenseWorkspace(HEADS, KV_HEADS, HEAD_DIM, DTYPE, pool.device)
+    query = torch.randn(piece.num_tokens, HEADS, HEAD_DIM, device=pool.device).to(DTYPE)
+    key, value = pool[:, 1, 0], pool[:, 1, 1]
+    return lambda: dense_prefill(query, key, value, table, piece, workspace, scale=HEAD_DIM**-0.5)
+
+
+def paged(pool: torch.Tensor, cached: int, new: int) -> Callable[[], object]:
     """A call that attends from `new` tokens after `cached` ones, in scattered blocks of `pool`."""
     configs = prefill_configs(HEAD_DIM, is_half=True)
     device = torch.device("cuda")
