@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatserve.bench._engine_process import SHAPES, USER, Answer, Driver, running_engine
+from chatserve.engine.messages import Hint
 from chatserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class Bench:
         host = [await first_ms(number) for number in range(6)]
         hinted = []
         for number in (6, 0, 1):
-            driver.client.hint(USER, paths[number])
+            driver.client.hint(Hint(user=USER, key=str(number), base=paths[number], token_ids=()))
             await asyncio.sleep(0.5)  # as long as somebody types
             hinted.append(await first_ms(number))
         gone = []
