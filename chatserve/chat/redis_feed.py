@@ -33,6 +33,8 @@ LONGEST_PAUSE_S: Final = 1.0
 CONFIRM_S: Final = 3.0
 """How long a subscription may take."""
 _BROKEN: Final = (OSError, EOFError, exceptions.RedisError, TimeoutError)
+_BROKEN_WHILE_SENDING: Final = (*_BROKEN, AttributeError)
+"""redis-py finds its writer gone where another task disconnects while it sends."""
 
 
 class _Channel:
@@ -94,7 +96,7 @@ class RedisFeed:
         if connection is not None and connection.is_connected:  # it would connect by itself, and hear nothing
             try:
                 await connection.send_command(*words)
-            except _BROKEN as error:
+            except _BROKEN_WHILE_SENDING as error:
                 log.info("the feed's connection to the store broke: %s", one_line(error))
                 await self._hang_up(connection)
 
@@ -143,7 +145,7 @@ class RedisFeed:
         return None
 
     async def _ping(self, connection: Any) -> None:
-        with contextlib.suppress(*_BROKEN):
+        with contextlib.suppress(*_BROKEN_WHILE_SENDING):
             while connection.is_connected:
                 await connection.send_command("PING", check_health=False)
                 await asyncio.sleep(PING_S)

@@ -134,8 +134,13 @@ class RedisLink:
     async def _call(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
         task = asyncio.create_task(self._with_retries(what, operation))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: where its caller was cancelled, nobody is left to get it
 
     async def _with_retries(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
         delays = iter(RETRY_DELAYS_S)
