@@ -31,6 +31,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=2.0, help="how long things go wrong")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--users", type=int, default=50)
+    parser.add_argument("--servers", type=int, default=1, help="more than one share a store")
+    parser.add_argument(
+        "--serve", action="append", default=[], metavar="NAME=VALUE", help="an option of chatserve serve (repeatable)"
+    )
     parser.add_argument("--every", type=float, default=4.0, metavar="S", help="seconds between two faults, on average")
     parser.add_argument("--pause", type=float, default=1.0, metavar="S", help="seconds between a user's actions")
     parser.add_argument(
@@ -58,6 +62,8 @@ def _run(options: argparse.Namespace, directory: Path) -> int:
         num_users=options.users,
         every_s=options.every,
         pause_s=options.pause,
+        num_servers=options.servers,
+        options=dict(each.partition("=")[::2] for each in options.serve),
     )
     started = time.monotonic()
 

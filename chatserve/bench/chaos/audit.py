@@ -30,8 +30,8 @@ _ALARMS: Final = ("Traceback (most recent call last)", " CRITICAL ", "has crashe
 _KEY: Final = re.compile(r"chatserve:\{[^}]+\}:(?P<kind>[a-z-]+)(?::(?P<session>[^:]+))?(?::.*)?")
 _OF_SESSION: Final = {"session", "metas", "texts", "tokens", "order", "events", "writes"}
 _ONLY_WHILE_GENERATING: Final = {"generating", "live-text", "live-tokens"}
-_WORKERS: Final = "chatserve:workers"
-"""The processes that are there; what any other one held must be forgotten."""
+_OF_USER: Final = {"index", "usage"}
+_OF_ALL: Final = {"chatserve:schema", "chatserve:users", "chatserve:workers"}
 
 
 async def check_person(person: Person, url: str, tally: Tally) -> None:
@@ -98,35 +98,44 @@ def check_log(program: Program) -> list[str]:
     return [f"{program.log_path.name}: {line}" for line in lines if any(alarm in line for alarm in _ALARMS)]
 
 
-async def check_store(url: str, people: Sequence[Person]) -> list[str]:
-    """No key of anything that is over, and none of a kind that is not known."""
+async def check_store(url: str, people: Sequence[Person], num_workers: int) -> list[str]:
+    """No key of anything that is over, none of a kind that is not known, and no owner of leases but those that live."""
     sessions = {session for person in people for session in person.ledgers}
     async with Redis.from_url(url, decode_responses=True) as client:
         found = [(key, await client.ttl(key)) async for key in client.scan_iter(count=1000)]
-        owners = map(str, await client.smembers(_WORKERS))
-        workers = {_WORKERS, *(f"chatserve:held:{owner}" for owner in owners)}
-    found = [(key, ttl_s) for key, ttl_s in found if key not in workers]
-    complaints = ((_complaint(key, ttl_s >= 0, sessions), key) for key, ttl_s in found)
-    return [f"{complaint}: {key}" for complaint, key in complaints if complaint]
+        counts = [(key, await client.hget(key, "generating")) for key, _ in found if key.endswith(":usage")]
+        owners = {str(owner) for owner in await client.smembers("chatserve:workers")}
+    complaints = ((_complaint(key, expires=ttl_s >= 0, sessions=sessions, owners=owners), key) for key, ttl_s in found)
+    wrong = [f"{complaint}: {key}" for complaint, key in complaints if complaint]
+    wrong += [f"{key} counts {count} answers, and none is being generated" for key, count in counts if count != "0"]
+    if len(owners) != num_workers:
+        wrong.append(f"{num_workers} web workers live, and these may own leases: {sorted(owners)}")
+    return wrong
 
 
-def _complaint(key: str, expires: bool, sessions: set[str]) -> str:  # noqa: FBT001 - the key's state
+def _complaint(key: str, *, expires: bool, sessions: set[str], owners: set[str]) -> str:
     """What is wrong with a key that is there when nothing is being done; empty where nothing is."""
-    if key in {"chatserve:schema", "chatserve:users"}:
-        return ""
-    if key.startswith("chatserve:worker:"):
-        return "" if expires else "a sign of life that never ends"
+    if (held := key.removeprefix("chatserve:held:")) != key:
+        return "" if held in owners else "leases of a web worker that is gone"
+    if (place := key.removeprefix("chatserve:worker:")) != key:
+        is_taken = any(owner.startswith(f"{place}/") for owner in owners)
+        return "" if is_taken or expires else "the place of a web worker that is gone"
     found = _KEY.fullmatch(key)
-    kind, session = (found["kind"], found["session"]) if found else ("", "")
-    if kind in _ONLY_WHILE_GENERATING:
-        return "a key of an answer that has ended"
+    if found is None:
+        return "" if key in _OF_ALL else "a key of an unknown kind"
+    return _complaint_of_user(found["kind"], found["session"], expires=expires, sessions=sessions)
+
+
+def _complaint_of_user(kind: str, session: str | None, *, expires: bool, sessions: set[str]) -> str:
     if kind in _OF_SESSION:
         # Of a deleted session its tombstone and the ids of its last writes stay for a while.
         may_stay = session in sessions or (kind in {"session", "writes"} and expires)
         return "" if may_stay else "a key of a session that was deleted"
     if kind == "request":
         return "" if expires else "an answered request that is never forgotten"
-    return "" if kind == "index" else "a key of an unknown kind"
+    if kind in _ONLY_WHILE_GENERATING:
+        return "a key of an answer that has ended"
+    return "" if kind in _OF_USER else "a key of an unknown kind"
 
 
 def check_ended(started: Sequence[ProcessInfo]) -> list[str]:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from chatserve.bench.chaos import audit
+from chatserve.bench.chaos.aftermath import Aftermath
 from chatserve.bench.chaos.client import RequestFailedError
 from chatserve.bench.chaos.line import Line
 from chatserve.bench.chaos.mirror import Mirror, ProtocolViolationError
+from chatserve.bench.chaos.own_store import OwnStore
 from chatserve.bench.chaos.person import Person
 from chatserve.bench.chaos.program import Program
 from chatserve.bench.chaos.storm import Storm
@@ -44,6 +46,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Between two faults, on average."""
     pause_s: float = 1.0
     """Between a user's actions, on average."""
+    num_servers: int = 1
+    """More than one share a store that belongs to none of them."""
     options: dict[str, Any] = {}
     """More options for `chatserve serve`."""
 
@@ -59,7 +63,7 @@ class Canary:
     """One turn after another, for ever: how long until the program works again is how long until one is answered."""
 
     def __init__(self, line: Line) -> None:
-        self._line = line
+        self.line = line
         self.turns: list[tuple[float, float]] = []
         """Begin and end of each, of `time.monotonic`."""
         self._hushed = False
@@ -67,24 +71,28 @@ class Canary:
     async def sing(self) -> None:
         """Until `hush`."""
         while not self._hushed:
-            session = (await self._line.request("session.create", title="canary"))["session"]
-            mirror = await self._line.open(session)
+            session = (await self.line.request("session.create", title="canary"))["session"]
+            mirror = await self.line.open(session)
             for _ in range(_TURNS_A_SESSION):
                 if self._hushed:
                     break
                 await self._turn(session, mirror)
                 await asyncio.sleep(0.1)
-            self._line.gone.add(session)
-            await self._line.request("session.delete", session=session)
+            self.line.gone.add(session)
+            await self.line.request("session.delete", session=session)
 
     def hush(self) -> None:
         self._hushed = True
 
+    def first_end_after(self, began_s: float) -> float | None:
+        """When the first turn that began after `began_s` was answered."""
+        return next((end for began, end in self.turns if began >= began_s), None)
+
     async def _turn(self, session: str, mirror: Mirror) -> None:
         began = time.monotonic()
         fields = {"session": session, "parent": None, "text": "ping", "params": {"max_tokens": 1}}
-        reply = (await self._line.request("message.send", **fields))["reply"]
-        await self._line.until(lambda: mirror.has_ended(reply), "the canary's answer")
+        reply = (await self.line.request("message.send", **fields))["reply"]
+        await self.line.until(lambda: mirror.has_ended(reply), "the canary's answer")
         self.turns.append((began, time.monotonic()))
 
 
@@ -97,16 +105,24 @@ class ChaosRun:
         self._tally = Tally()
         self._problems: list[str] = []
         tokens = plan.directory / "tokens"
-        self._program = Program(
-            plan.directory / "data",
-            model=plan.model,
-            tokens_file=tokens,
-            kv_cache_memory="512blocks",
-            host_cache_memory="512blocks",
-            threads=1,
-            **plan.options,
-        )
-        urls = [self._program.ws_url]
+        shared = plan.num_servers > 1
+        self._store = OwnStore(plan.directory / "store") if shared else None
+        options = {"redis_url": self._store.url} if self._store else {}
+        self._programs = [
+            Program(
+                plan.directory / f"server{number}",
+                model=plan.model,
+                tokens_file=tokens,
+                kv_cache_memory="512blocks",
+                host_cache_memory="512blocks",
+                threads=1,
+                kv_snapshot=plan.directory / f"snapshot{number}",
+                **options,
+                **plan.options,
+            )
+            for number in range(plan.num_servers)
+        ]
+        urls = [program.ws_url for program in self._programs]
         self._people = [
             Person(
                 f"user{number}",
@@ -119,19 +135,28 @@ class ChaosRun:
             )
             for number in range(plan.num_users)
         ]
-        self._canary_line = Line(urls, add_token(tokens, "canary"), random.Random(f"{plan.seed} canary"), self._tally)
+        self._canaries = [
+            Canary(Line([url], add_token(tokens, f"canary{n}"), random.Random(f"{plan.seed} canary {n}"), self._tally))
+            for n, url in enumerate(urls)
+        ]
 
     async def run(self) -> Outcome:
         """The whole run."""
         started = time.monotonic()
-        self._say(f"starting {self._program.url} in {self._plan.directory}")
-        await asyncio.to_thread(self._program.start)
         try:
+            if self._store is not None:
+                await asyncio.to_thread(self._store.start)
+            for program in self._programs:
+                self._say(f"starting {program.url} in {program.data_dir}")
+                await asyncio.to_thread(program.start)
             await self._live_through_it()
-            await self._check_end()
+            await Aftermath(self._programs, self._store, self._people, self._note).check()
         finally:
-            if self._program.process is not None and self._program.process.poll() is None:
-                await asyncio.to_thread(self._program.kill_all)
+            for program in self._programs:
+                if program.process is not None and program.process.poll() is None:
+                    await asyncio.to_thread(program.kill_all)
+            if self._store is not None:
+                await asyncio.to_thread(self._store.stop)
         return Outcome(self._problems, self._tally, time.monotonic() - started)
 
     def _note(self, problem: str) -> None:
@@ -149,11 +174,12 @@ class ChaosRun:
 
     async def _live_through_it(self) -> None:
         plan = self._plan
-        lines = [line for person in self._people for line in person.lines]
-        canary = Canary(self._canary_line)
-        storm = Storm([self._program], lines, random.Random(f"{plan.seed} storm"), self._tally, every_s=plan.every_s)
-        runners = [asyncio.create_task(line.run()) for line in (*lines, self._canary_line)]
-        singing = asyncio.create_task(self._guarded("the canary", canary.sing()))
+        tabs = [line for person in self._people for line in person.lines]
+        choose = random.Random(f"{plan.seed} storm")
+        storm = Storm(self._programs, self._store, tabs, choose, self._tally, every_s=plan.every_s)
+        lines = [*tabs, *(canary.line for canary in self._canaries)]
+        runners = [asyncio.create_task(line.run()) for line in lines]
+        songs = [asyncio.create_task(self._guarded("a canary", canary.sing())) for canary in self._canaries]
         lives = [asyncio.create_task(self._guarded(person.name, person.live())) for person in self._people]
         blowing = asyncio.create_task(storm.blow())
         reporting = asyncio.create_task(self._report(storm))
@@ -163,33 +189,39 @@ class ChaosRun:
                 await asyncio.wait([blowing], timeout=0.5)
             storm.calm()
             await blowing
-            await asyncio.to_thread(self._program.wait_ready)
+            for program in self._programs:
+                await asyncio.to_thread(program.wait_ready)
             self._say("the storm is over")
             await asyncio.sleep(_CALM_S)
             for person in self._people:
                 person.rest()
-            canary.hush()
-            await asyncio.gather(*lives, singing)
+            for canary in self._canaries:
+                canary.hush()
+            await asyncio.gather(*lives, *songs)
             await asyncio.gather(*(self._guarded(person.name, person.settle()) for person in self._people))
             for person in self._people:
-                await self._guarded(person.name, audit.check_person(person, self._program.ws_url, self._tally))
+                url = choose.choice(self._programs).ws_url
+                await self._guarded(person.name, audit.check_person(person, url, self._tally))
         finally:
             storm.thaw()
             reporting.cancel()
-            for line in (*lines, self._canary_line):
+            for line in lines:
                 await line.close()
-            for task in (*runners, *lives, singing, blowing):
+            tasks = [*runners, *lives, *songs, blowing]
+            for task in tasks:
                 task.cancel()
-            for result in await asyncio.gather(*runners, *lives, singing, blowing, return_exceptions=True):
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
                     self._note(f"the run itself failed: {result!r}")
-        self._measure(storm, canary)
+        self._measure(storm)
 
-    def _measure(self, storm: Storm, canary: Canary) -> None:
+    def _measure(self, storm: Storm) -> None:
+        """Until every server has answered a turn that was begun after the fault."""
         for fault in storm.faults:
-            ends = [end for began, end in canary.turns if began >= fault.began_s]
-            if ends:
-                self._tally.recoveries_s[fault.kind].append(max(0.0, ends[0] - fault.over_s))
+            ends = [canary.first_end_after(fault.began_s) for canary in self._canaries]
+            if None not in ends:
+                took = max(end for end in ends if end is not None) - fault.over_s
+                self._tally.recoveries_s[fault.kind].append(max(0.0, took))
 
     async def _report(self, storm: Storm) -> None:
         while True:
@@ -209,46 +241,3 @@ class ChaosRun:
         for age_s, name, what in sorted(waits, reverse=True)[:2]:
             if age_s > _LONG_WAIT_S:
                 self._say(f"{name} has waited {age_s:.0f} s for {what}")
-
-    # --- after it -----------------------------------------------------------------------------------------------------
-
-    async def _check_end(self) -> None:
-        """What is left over, and whether all is still there after an orderly restart."""
-        program = self._program
-        for problem in await audit.check_idle(program):
-            self._note(problem)
-        store_url = f"unix://{program.data_dir / 'run' / 'store.sock'}"
-        for problem in await audit.check_store(store_url, [*self._people]):
-            self._note(problem)
-        tasks = await asyncio.to_thread(program.metric, "chatserve_tasks")
-        await self._end_in_order()
-        await asyncio.to_thread(program.start)
-        fresh = await asyncio.to_thread(program.metric, "chatserve_tasks")
-        if tasks > fresh:
-            self._note(f"{tasks:g} tasks were left in the web worker, and a new one has {fresh:g}")
-        for person in self._people:
-            await self._guarded(person.name, self._check_again(person))
-        await self._end_in_order()
-        for problem in audit.check_log(program):
-            self._note(problem)
-
-    async def _check_again(self, person: Person) -> None:
-        """The same once more, over a new line that knows what the old one saw."""
-        tally = Tally()
-        line = Line([self._program.ws_url], person.token, random.Random(0), tally)
-        line.mirrors, line.gone = person.line.mirrors, person.line.gone
-        person.line = line
-        runner = asyncio.create_task(line.run())
-        try:
-            await audit.check_person(person, self._program.ws_url, tally)
-        finally:
-            await line.close()
-            await runner
-
-    async def _end_in_order(self) -> None:
-        started = await asyncio.to_thread(self._program.processes)
-        status = await asyncio.to_thread(self._program.stop)
-        if status != 0:
-            self._note(f"the program ended with {status} after SIGTERM")
-        for problem in audit.check_ended(started):
-            self._note(problem)

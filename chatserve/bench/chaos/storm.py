@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from chatserve.bench.chaos.line import Line
+    from chatserve.bench.chaos.own_store import OwnStore
     from chatserve.bench.chaos.tally import Tally
 
 STORE_PAUSE_S: Final = 10.0
@@ -39,11 +40,22 @@ class Fault(NamedTuple):
 
 
 class Storm:
-    """`blow` makes faults until it is told to `calm` down. `kills` and other counts go to the tally."""
+    """`blow` makes faults until it is told to `calm` down. Counts go to the tally. `store`: the one that the programs
+    share; None where the only program has its own.
+    """
 
     def __init__(
-        self, programs: Sequence[Program], lines: Sequence[Line], choose: random.Random, tally: Tally, *, every_s: float
+        self,
+        programs: Sequence[Program],
+        store: OwnStore | None,
+        lines: Sequence[Line],
+        choose: random.Random,
+        tally: Tally,
+        *,
+        every_s: float,
     ) -> None:
+        self._store = store
+        self._starting_store = asyncio.Lock()
         self._programs = programs
         self._lines = lines
         self._choose = choose
@@ -60,7 +72,7 @@ class Storm:
         kinds: dict[str, tuple[int, Callable[[int], Awaitable[float | None]]]] = {
             "kill engine": (6, lambda n: self._kill(n, "engine")),
             "kill web worker": (6, lambda n: self._kill(n, "web")),
-            "kill store": (4, lambda n: self._kill(n, "store")),
+            "kill store": (4, self._kill_store),
             "kill supervisor": (2, self._kill_supervisor),
             "kill everything": (2, self._kill_everything),
             "restart": (1, self._restart),
@@ -113,6 +125,8 @@ class Storm:
             pass
 
     async def _victim(self, number: int, kind: str) -> int | None:
+        if kind == "store" and self._store is not None:
+            return None if self._starting_store.locked() else self._store.pid
         living = await asyncio.to_thread(self._programs[number].processes)
         pids = sorted(found.pid for found in living if found.kind == kind)
         return self._choose.choice(pids) if pids else None
@@ -129,6 +143,20 @@ class Storm:
         deaths.append(now)
         self._tally.kills += 1
         return time.monotonic()
+
+    async def _kill_store(self, number: int) -> float | None:
+        if self._store is None:
+            return await self._kill(number, "store")
+        if self._starting_store.locked():
+            return None
+        async with self._starting_store:
+            pid = self._store.pid
+            if pid is None or not send(pid, signal.SIGKILL):
+                return None
+            killed = time.monotonic()
+            self._tally.kills += 1
+            await asyncio.to_thread(self._store.start_again)
+        return killed
 
     async def _pause(self, number: int, kind: str, seconds: float) -> float | None:
         pid = await self._victim(number, kind)
