@@ -7,6 +7,7 @@ Each command imports what it needs when it runs, so that `--help` is quick and n
 from __future__ import annotations
 
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any, TypeVar
 import click
 
 from chatserve import __version__
-from chatserve.config import ServeSettings
+from chatserve.config import Limits, ServeSettings
 from chatserve.errors import StartupError
 from chatserve.supervisor.paths import default_cache_dir, default_data_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULTS = ServeSettings(data_dir=Path(), cache_dir=Path())
+_LIMITS = Limits()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -35,6 +37,20 @@ class _Cli(click.Group):
         except StartupError as error:
             click.echo(f"chatserve: {error}", err=True)
             ctx.exit(1)
+
+
+class _ByteCount(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes, with an optional K, M, G or T for powers of 1024."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+)([KMGT]?)", value.strip(), re.IGNORECASE)
+        if found is None:
+            self.fail(f"{value!r} is no number of bytes like 500000, 512M or 4G", param, ctx)
+        return int(found[1]) << 10 * " KMGT".index(found[2].upper() or " ")
 
 
 def option(*names: str, **attrs: Any) -> Callable[[F], F]:
@@ -205,6 +221,26 @@ def cli() -> None:
     default=_DEFAULTS.max_socket_queue_bytes,
     help="Bytes that may wait for one slow reader before its socket is closed.",
 )
+@option(
+    "--max-sessions-per-user",
+    type=click.IntRange(1),
+    default=_LIMITS.max_sessions_per_user,
+    help="Most conversations of one user.",
+)
+@option(
+    "--max-bytes-per-user",
+    metavar="BYTES",
+    type=_ByteCount(),
+    default=_LIMITS.max_bytes_per_user,
+    show_default="1G",
+    help="Most that one user's conversations may take in the store (512M, 4G).",
+)
+@option(
+    "--max-generations-per-user",
+    type=click.IntRange(1),
+    default=_LIMITS.max_generations_per_user,
+    help="Most answers of one user at once, over all servers.",
+)
 def serve(data_dir: Path, cache_dir: Path, **options: Any) -> None:
     """Serve the chat page, the chat.v1 protocol and the OpenAI API."""
     import asyncio  # noqa: PLC0415
@@ -214,7 +250,8 @@ def serve(data_dir: Path, cache_dir: Path, **options: Any) -> None:
     options["host"] = options["host"].strip("[]")  # an IPv6 address as URLs have it
     if options["kv_snapshot"] is not None:
         options["kv_snapshot"] = options["kv_snapshot"].absolute()
-    settings = ServeSettings(data_dir=data_dir.absolute(), cache_dir=cache_dir.absolute(), **options)
+    limits = Limits(**{name: options.pop(name) for name in Limits.__struct_fields__ if name in options})
+    settings = ServeSettings(data_dir=data_dir.absolute(), cache_dir=cache_dir.absolute(), limits=limits, **options)
 
     async def run() -> int:
         return await Supervisor(settings).run()

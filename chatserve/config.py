@@ -27,6 +27,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_system_bytes: int = 64 * 1024
     max_title_bytes: int = 1024
     max_messages_per_session: int = 20_000
+    max_sessions_per_user: int = 10_000
+    max_bytes_per_user: int = 1024 * 1024 * 1024
+    """Of all that is stored of a user's sessions: texts, token ids and records."""
     max_generations_per_user: int = 64
     max_connections_per_user: int = 256
 

@@ -105,6 +105,28 @@ class RateLimitedError(ChatError):
     retryable = True
     http_status = 429
 
+    @classmethod
+    def of(cls, running: int, most: int, retry_after_s: float) -> RateLimitedError:
+        """So many answers of one user are being generated."""
+        detail = f"{running} answers of yours are being generated; at most {most} at once"
+        return cls(detail, retry_after_s=retry_after_s)
+
+
+class QuotaExceededError(ChatError):
+    """A user has as much as one may have; `quota` says of what, `used` and `limit` how much."""
+
+    code = "quota_exceeded"
+    http_status = 403
+
+    @classmethod
+    def of(cls, quota: str, used: int, limit: int) -> QuotaExceededError:
+        told = {
+            "sessions": f"you have {used} conversations, and at most {limit} are allowed: delete some",
+            "bytes": f"your conversations take {used} bytes, and with this they would take more than the {limit} that "
+            "are allowed: delete some",
+        }
+        return cls(told[quota], quota=quota, used=used, limit=limit)
+
 
 class StoreUnavailableError(ChatError):
     code = "store_unavailable"

@@ -85,17 +85,16 @@ async def complete(
 
     Raises:
         BadParamsError: a role is unknown, or the last message is not a user's.
-        ContextOverflowError, OverloadedError, EngineUnavailableError: before the first chunk.
+        ContextOverflowError, RateLimitedError, OverloadedError, EngineUnavailableError: before the first chunk.
     """
     sampling = SamplingParams.merge({"seed": secrets.randbits(53)}, validate_params(params))
     info = core.link.info()
     system, turns = _turns(messages)
     num_chars = sum(len(text) for _, text in turns) + len(system or "")
-    prompt_ids, num_shared = await core.in_thread(num_chars, lambda: _encode(core, system, turns))
+    prompt_ids, num_shared = await core.in_thread(user, num_chars, lambda: _encode(core, system, turns))
     if len(prompt_ids) >= info.context_tokens:
         raise ContextOverflowError.of(len(prompt_ids), info.context_tokens)
-    if core.link.num_waiting >= info.max_queued:
-        raise OverloadedError("too many requests are waiting for the model", retry_after_s=2.0)
+    core.check_load(user)
     detokenizer = Detokenizer(core.encoder.tokenizer.bytes_of, skip_prefix=core.encoder.answer_prefix)
     stop = (*sampling.stop, *core.encoder.stop_strings)
     listener = _Listener(OutputText(detokenizer, stop, core.encoder.encode_continuation), core)

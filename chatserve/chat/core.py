@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -12,17 +10,26 @@ import msgspec
 
 from chatserve.chat.engine_link import EngineLink
 from chatserve.chat.events import AnyEvent
+from chatserve.chat.fair_pool import FairPool
 from chatserve.chat.following import Following
 from chatserve.chat.generations import Generations
 from chatserve.chat.leases import Leases
 from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.quotas import RETRY_AFTER_S
 from chatserve.chat.sessions import Sessions
 from chatserve.chat.store import MessageRecord, SessionState, Store
 from chatserve.chat.tree import USER
 from chatserve.chat.workers import Owner
 from chatserve.config import Limits
 from chatserve.engine.messages import PathRef
-from chatserve.errors import BadParamsError, EngineUnavailableError, NotFoundError, TooLargeError
+from chatserve.errors import (
+    BadParamsError,
+    EngineUnavailableError,
+    NotFoundError,
+    OverloadedError,
+    RateLimitedError,
+    TooLargeError,
+)
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
@@ -63,7 +70,8 @@ class Core:
     generations: Generations
     encoder: PromptEncoder
     limits: Limits
-    executor: ThreadPoolExecutor
+    pool: FairPool
+    """Where tokenising is done that would keep the event loop from serving others."""
     clock: Callable[[], float]
     """Seconds since the epoch."""
     new_id: Callable[[], str]
@@ -118,6 +126,22 @@ class Core:
             if self.following.note_read(user, session, events[-1].seq if events else after, epoch):
                 return events
 
+    def check_load(self, user: UserId) -> None:
+        """Whether one more answer of this user may begin here. What they have running on other servers the store knows.
+
+        Raises:
+            RateLimitedError: they have as many as one user may.
+            OverloadedError: too many wait for the engine.
+            EngineUnavailableError: nobody can say.
+        """
+        running, most = self.link.num_runs(user), self.limits.max_generations_per_user
+        if running >= most:
+            raise RateLimitedError.of(running, most, RETRY_AFTER_S)
+        waiting, most = self.link.num_waiting, self.link.info().max_queued
+        if waiting >= most:
+            detail = f"{waiting} requests are waiting for the model; at most {most} may"
+            raise OverloadedError(detail, retry_after_s=RETRY_AFTER_S)
+
     def check_text(self, field: str, text: object) -> None:
         """Raises:
         BadParamsError: it is no text.
@@ -137,13 +161,15 @@ class Core:
         if num_bytes > most:
             raise TooLargeError.of(field, num_bytes, most)
 
-    async def in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Run tokenising where it does not keep the event loop from serving others."""
+    async def in_thread(self, user: UserId, num_chars: int, work: Callable[[], T]) -> T:
+        """Run tokenising where it does not keep the event loop from serving others, at this user's turn."""
         if num_chars <= SMALL_TEXT_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        return await self.pool.run(user, work)
 
-    async def encode(self, system: str | None, path: Sequence[MessageRecord]) -> dict[MessageId, MessageRecord]:
+    async def encode(
+        self, user: UserId, system: str | None, path: Sequence[MessageRecord]
+    ) -> dict[MessageId, MessageRecord]:
         """The messages of a path from the root whose ids are missing or belong to another system prompt, encoded."""
         encoded_for = self.encoder.encoded_for(system)
         todo = [
@@ -166,7 +192,7 @@ class Core:
             return encoded
 
         num_chars = sum(len(m.text) for m in todo) + (len(system or "") if todo else 0)
-        return await self.in_thread(num_chars, work)
+        return await self.in_thread(user, num_chars, work)
 
     def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
         """Let the engine forget paths, and KV of all but their first tokens; if it is away it has."""

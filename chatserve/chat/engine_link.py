@@ -8,6 +8,7 @@ it was; it ends exactly once. Knows token ids only, no text, no messages.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 import msgspec
@@ -79,6 +80,7 @@ class EngineLink:
         self._stranded: list[Run] = []
         """Without an engine, to be submitted to the next one."""
         self._waiting: set[RequestId] = set()
+        self._num_runs: Counter[UserId] = Counter()
         self.num_heard = 0
         """Signs of life."""
 
@@ -90,6 +92,10 @@ class EngineLink:
     def num_waiting(self) -> int:
         """Runs that the engine has not admitted yet."""
         return len(self._waiting)
+
+    def num_runs(self, user: UserId) -> int:
+        """A user's runs that have not ended."""
+        return self._num_runs[user]
 
     def info(self) -> EngineInfo:
         """The engine's facts.
@@ -104,6 +110,7 @@ class EngineLink:
 
     def start(self, run: Run) -> None:
         """Submit a run, now or as soon as there is an engine."""
+        self._num_runs[run.user] += 1
         self._submit(run)
 
     def cancel(self, run: Run, keep: int) -> None:
@@ -263,6 +270,9 @@ class EngineLink:
         assert not run.has_ended, "a run ends once"
         self._forget(run)
         run.has_ended = True
+        self._num_runs[run.user] -= 1
+        if not self._num_runs[run.user]:
+            del self._num_runs[run.user]
         run.listener.on_end(end)
 
     def _forget(self, run: Run) -> None:

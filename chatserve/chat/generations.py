@@ -28,7 +28,7 @@ from chatserve.chat.sessions import Sessions, with_tree
 from chatserve.chat.store import Delta, LeaseLostError, MessageRecord, OwnedElsewhereError, Store, Transaction
 from chatserve.engine.messages import PathRef
 from chatserve.errors import NotFoundError
-from chatserve.types import FinishReason, SamplingParams, UserId
+from chatserve.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -76,13 +76,8 @@ class Generations:
         self._dirty: dict[Generation, None] = {}
         self._wake = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()
-        self._count: dict[UserId, int] = {}
         self._live: dict[Generation, LiveSession] = {}
         orphans.stop = self._orphan
-
-    def count(self, user: UserId) -> int:
-        """Generations of a user that have not ended."""
-        return self._count.get(user, 0)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -128,7 +123,6 @@ class Generations:
         )
         live.generations[record.message] = generation
         self._live[generation] = live
-        self._count[live.user] = self.count(live.user) + 1
         self._link.start(generation.run)
         self._orphans.subscribers_changed(live)
 
@@ -358,9 +352,6 @@ class Generations:
             return
         if live.generations.get(generation.message) is generation:
             del live.generations[generation.message]
-        left = self._count.pop(generation.user) - 1
-        if left:
-            self._count[generation.user] = left
         generation.ended.set()
         if not live.generations:
             self._orphans.forget(live)

@@ -3,8 +3,9 @@
 Keys carry a hash tag of their user, so that one script sees a session and its index together. Of a user:
 
     chatserve:{user}:index              sorted set   session ids by updated_at
+    chatserve:{user}:usage              hash         bytes of all sessions, answers that are being generated
     chatserve:{user}:request:ID         hash         digest and answer of a request, 20 minutes
-    chatserve:{user}:session:SID        hash         record, title, seq, order, owner, fence; deleted: deleted, seq
+    chatserve:{user}:session:SID        hash         record, title, seq, order, bytes, owner, fence; gone: deleted, seq
     chatserve:{user}:metas:SID          hash         message id -> record without text and token ids
     chatserve:{user}:texts:SID          hash         message id -> text
     chatserve:{user}:tokens:SID         hash         message id -> token ids, packed int32
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from chatserve.chat.store import Delta
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 
 encode: Final = msgspec.msgpack.encode
 _meta_decoder: Final = msgspec.msgpack.Decoder(MessageRecord)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from chatserve.chat.redis_layout import SCHEMA, Keys
-from chatserve.chat.redis_link import raise_error
+from chatserve.chat.redis_link import Call, Script, raise_error
 from chatserve.chat.redis_workers import held_key, pack_session
 from chatserve.chat.workers import owner_name
 from chatserve.errors import StartupError
@@ -110,4 +110,25 @@ async def _leases(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None
             return
 
 
-MIGRATIONS: Final = (Migration(1, _leases),)
+async def _usage(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
+    """From version 3 on it is counted what each session takes, and each user."""
+    measure = Script.read("measure")
+    cursor = 0
+    while True:
+        next_cursor, names = await link.command("list users", "SSCAN", "chatserve:users", cursor, "COUNT", 10)
+        for user in (UserId(name.decode()) for name in names):
+            keys, num_bytes, num_generating = Keys(user), 0, 0
+            for session in await link.command("list sessions", "ZRANGE", keys.of("index"), 0, -1):
+                of_session = keys.session(session.decode(), "session", "metas", "texts", "tokens", "generating")
+                took, generating = await link.script("measure a session", measure, Call(of_session, ()))
+                num_bytes, num_generating = num_bytes + took, num_generating + generating
+                await renew()
+            if num_bytes:
+                usage = ("bytes", num_bytes, "generating", num_generating)
+                await link.command("note what a user has", "HSET", keys.of("usage"), *usage)
+        cursor = int(next_cursor)
+        if cursor == 0:
+            return
+
+
+MIGRATIONS: Final = (Migration(1, _leases), Migration(2, _usage))

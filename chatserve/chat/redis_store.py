@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.feed import Feed
 from chatserve.chat.letters import LeaseTaken, encode_letter
+from chatserve.chat.quotas import over_quota
 from chatserve.chat.redis_feed import RedisFeed
 from chatserve.chat.redis_layout import (
     LETTERS,
@@ -169,6 +170,8 @@ class RedisStore:
                 raise NotFoundError(f"there is no session {change.session}")
             case [b"fenced"]:
                 raise LeaseLostError
+            case [b"quota", bytes(which), int(used)]:
+                raise over_quota(change.quota, which.decode(), used)
             case _:
                 raise AssertionError(f"not a result of commit: {reply!r}")
 
@@ -178,7 +181,7 @@ class RedisStore:
         names = keys.session(
             change.session, "session", "metas", "texts", "tokens", "order", "events", "generating", "writes"
         )
-        names += (keys.of("index"),)
+        names += (keys.of("index"), keys.of("usage"))
         request_id, digest, answer = b"", b"", b""
         if change.idempotency is not None:
             names += (keys.of("request:", change.idempotency.request_id),)
@@ -194,8 +197,12 @@ class RedisStore:
         args += [self._event_history, EVENTS_TTL_S, REQUEST_TTL_S, WRITES_TTL_S, TOMBSTONE_TTL_S, WRITES_KEPT]
         args += [change.fence, change.owner.encode(), keys.news(change.session), request_id]
         args += [keys.of("list"), change.announcement]
+        quota = change.quota
+        args += [-1 if most is None else most for most in (quota.sessions, quota.stored_bytes, quota.generations)]
+        puts = [tuple(put_arguments(message)) for message in change.puts]
+        args += [len(record) + sum(len(part) for put in puts for part in put[3:] if isinstance(part, bytes))]
         args += [len(change.deletes), *(message.encode() for message in change.deletes)]
-        args += [len(change.puts), *itertools.chain.from_iterable(map(put_arguments, change.puts))]
+        args += [len(puts), *itertools.chain.from_iterable(puts)]
         args += [len(change.events), *map(encode, change.events)]
         return Call(names, tuple(args))
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from chatserve.chat.core import Announcement, Core, PublishChanged
 from chatserve.chat.engine_link import EngineClient, EngineLink
 from chatserve.chat.engine_watch import EngineWatch
+from chatserve.chat.fair_pool import FairPool
 from chatserve.chat.feed import Announced, Letter, Missed, News
 from chatserve.chat.following import Following
 from chatserve.chat.forwarding import Forwarding
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_TOKENIZER_THREADS: Final = 2
 CLOSE_TIMEOUT_S: Final = 3.0
 """How long a stopping server waits for its requests, and then for the ends of its generations to be stored."""
 
@@ -114,7 +115,7 @@ class Runtime:
             generations=generations,
             encoder=encoder,
             limits=limits,
-            executor=ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer"),
+            pool=FairPool(_TOKENIZER_THREADS, "tokenizer"),
             clock=clock,
             new_id=new_id,
             publish_changed=publish_changed,
@@ -164,7 +165,7 @@ class Runtime:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await core.leases.leave(is_empty=is_empty)
         await self.health.close()
-        core.executor.shutdown(wait=False, cancel_futures=True)
+        core.pool.close()
 
     def follow_user(self, user: UserId) -> None:
         self._users.add(user)

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from chatserve.chat import transfer
 from chatserve.chat.events import SessionDeleted, SessionUpdated
 from chatserve.chat.live_session import LiveSession
+from chatserve.chat.quotas import Quota, quota_of
 from chatserve.chat.store import MessageRecord, SessionPage, SessionRecord, SessionState, Transaction
 from chatserve.errors import BadParamsError, BusyError, ChatError
 from chatserve.types import MessageId, SessionId, UserId, validate_params
@@ -73,6 +74,7 @@ class SessionRequests:
                 record=record,
                 events=events,
                 idempotency=request.idempotency(fields),
+                quota=quota_of(core.limits) if changes.get("system") else Quota(),
                 announcement=core.announce(session, record.title) if "title" in changes else b"",
             )
             earlier = await core.sessions.commit(live, change, apply)
@@ -120,7 +122,7 @@ class SessionRequests:
             BadParamsError, TooLargeError: what is wrong.
         """
         core = self._core
-        found = await core.in_thread(len(data), lambda: transfer.parse(data))
+        found = await core.in_thread(user, len(data), lambda: transfer.parse(data))
         for conversation in found:
             self._check(title=conversation.title, system=conversation.system)
             for message in conversation.messages:
@@ -191,6 +193,7 @@ class SessionRequests:
             idempotency=None if request is None else request.idempotency(fields),
             owner=core.leases.owner,
             fence=_FIRST_FENCE,
+            quota=quota_of(core.limits),
             announcement=core.announce(record.session, record.title),
         )
         await core.leases.note(record.user, record.session)

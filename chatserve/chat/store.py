@@ -16,6 +16,7 @@ import msgspec
 
 from chatserve.chat.events import AnyEvent, Usage
 from chatserve.chat.feed import Feed
+from chatserve.chat.quotas import Quota
 from chatserve.chat.workers import Owner, WorkerRegistry
 from chatserve.errors import ChatError
 from chatserve.types import MessageId, SessionId, UserId
@@ -148,6 +149,8 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
     """Of the writer's lease; that of a new session, where it creates one."""
     owner: Owner = Owner("")
     """Who gets the lease of a session that it creates."""
+    quota: Quota = Quota()
+    """What its user may have; a change that is not the user's wish (an answer ends) is bound by none."""
     announcement: bytes = b""
     """What those who follow the user's list of sessions are told."""
 
@@ -209,6 +212,7 @@ class Store(Protocol):
         Raises:
             NotFoundError: the session does not exist, or was deleted.
             ConflictError: the idempotency key was used with another body, or the session to create exists.
+            QuotaExceededError, RateLimitedError: the user would have more than the change's `quota`.
             LeaseLostError: the fence is not that of the session's lease.
         """
         ...

@@ -22,6 +22,7 @@ from chatserve.chat.events import (
 )
 from chatserve.chat.generation import GENERATING
 from chatserve.chat.live_session import LiveSession
+from chatserve.chat.quotas import Quota, quota_of
 from chatserve.chat.sessions import with_tree
 from chatserve.chat.store import MessageRecord, Transaction
 from chatserve.chat.tree import ASSISTANT, USER, TreeChange
@@ -30,8 +31,6 @@ from chatserve.errors import (
     BusyError,
     ConflictError,
     ContextOverflowError,
-    OverloadedError,
-    RateLimitedError,
     TooLargeError,
 )
 from chatserve.types import FinishReason, MessageId, SamplingParams, SessionId, UserId, validate_params
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from chatserve.chat.requests import Request
 
 MAX_TITLE_CHARS = 60
-_RETRY_AFTER_S = 2.0
 
 
 class Turns:
@@ -197,7 +195,7 @@ class Turns:
         """
         core = self._core
         context_tokens = core.link.info().context_tokens
-        encoded = await core.encode(live.record.system, path)
+        encoded = await core.encode(live.user, live.record.system, path)
         num_tokens = sum(len(encoded.get(m.message, m).token_ids) for m in path)
         if num_tokens >= context_tokens:
             raise ContextOverflowError.of(num_tokens, context_tokens)
@@ -271,6 +269,7 @@ class Turns:
             deletes=change.deletes,
             events=tuple(events),
             idempotency=request.idempotency(fields),
+            quota=Quota() if start is None else quota_of(core.limits, starts=True),
             announcement=b"" if start is None else core.announce(live.session, title or None),
         )
         earlier = await core.sessions.commit(live, transaction, apply)
@@ -296,13 +295,7 @@ class Turns:
         most = core.limits.max_messages_per_session
         if len(live.tree) + num_new > most:
             raise TooLargeError(f"a session holds at most {most} messages; fork it to go on", field="session")
-        running, most = core.generations.count(live.user), core.limits.max_generations_per_user
-        if running >= most:
-            raise RateLimitedError(
-                f"{running} answers of yours are being generated; at most {most} at once", retry_after_s=_RETRY_AFTER_S
-            )
-        if core.link.num_waiting >= core.link.info().max_queued:
-            raise OverloadedError("too many requests are waiting for the model", retry_after_s=_RETRY_AFTER_S)
+        core.check_load(live.user)
 
 
 def _title_of(text: str) -> str:

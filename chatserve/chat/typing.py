@@ -142,10 +142,12 @@ class Typing:
         draft: tuple[int, ...] = ()
         if parent is None:
             num_chars = NUM_ENDINGS * (len(text) + len(system or ""))
-            draft = await core.in_thread(num_chars, lambda: core.encoder.encode_root_draft(system, text))
+            draft = await core.in_thread(typist.user, num_chars, lambda: core.encoder.encode_root_draft(system, text))
             num_shared = core.encoder.num_shared_tokens(system, draft)
         elif text:
-            draft = await core.in_thread(NUM_ENDINGS * len(text), lambda: core.encoder.encode_turn_draft(text))
+            draft = await core.in_thread(
+                typist.user, NUM_ENDINGS * len(text), lambda: core.encoder.encode_turn_draft(text)
+            )
         path = self._path(session, typist)
         return Hint(
             user=typist.user,
@@ -174,7 +176,7 @@ class Typing:
         if state is None or path is None:
             return False
         system = state.record.system
-        encoded = await core.encode(system, path)
+        encoded = await core.encode(typist.user, system, path)
         path = [encoded.get(m.message, m) for m in path]
         typist.parent, typist.system = parent, system
         typist.base = tuple(chain.from_iterable(m.token_ids for m in path))

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from chatserve import cli, doctor
 from chatserve.bench import __path__ as bench_path
-from chatserve.config import ServeSettings
+from chatserve.config import Limits, ServeSettings
 from chatserve.server import auth
 from chatserve.supervisor import paths
 
@@ -56,14 +56,32 @@ def test_every_option_of_serve_has_its_variable_and_a_setting() -> None:
     for option in options:
         assert option.envvar == "CHATSERVE_" + option.opts[0].removeprefix("--").replace("-", "_").upper()
     fields = {field.name for field in msgspec.structs.fields(ServeSettings)}
-    assert {option.name for option in options} <= fields
+    limits = {field.name for field in msgspec.structs.fields(Limits)}
+    assert {option.name for option in options} <= fields | limits
     assert fields - {option.name for option in options} == {"limits"}
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [("500000", 500_000), ("512M", 512 << 20), ("4g", 4 << 30), ("1T", 1 << 40)]
+)
+def test_bytes_are_given_with_a_unit(given: str, count: int) -> None:
+    [option] = [each for each in cli.serve.params if each.name == "max_bytes_per_user"]
+    assert option.type.convert(given, option, None) == count
+
+
+@pytest.mark.parametrize("given", ["", "-1", "1.5G", "many", "4GB"])
+def test_what_is_no_number_of_bytes_is_refused_in_a_line(given: str) -> None:
+    done = chatserve("serve", f"--max-bytes-per-user={given}")
+    assert done.returncode == 2
+    assert repr(given) in done.stderr
 
 
 def test_defaults_of_the_command_line_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("CHATSERVE_")]:
         monkeypatch.delenv(name)
     given = cli.serve.make_context("serve", []).params
+    limits = Limits(**{name: given.pop(name) for name in Limits.__struct_fields__ if name in given})
+    assert limits == Limits()
     assert ServeSettings(**given) == ServeSettings(data_dir=given["data_dir"], cache_dir=given["cache_dir"])
 
 

@@ -18,6 +18,7 @@ import msgspec
 from chatserve.chat.events import AnyEvent, Event, GenerationDelta
 from chatserve.chat.feed import News
 from chatserve.chat.letters import LeaseTaken, encode_letter
+from chatserve.chat.quotas import over_quota
 from chatserve.chat.store import (
     Committed,
     Delta,
@@ -50,9 +51,22 @@ class _Session:
     seq: int = 0
     messages: dict[MessageId, MessageRecord] = field(default_factory=dict)
     events: list[AnyEvent] = field(default_factory=list)
+    bodies: dict[MessageId, int] = field(default_factory=dict)
+    """Bytes of each message's text and token ids, as they were put."""
     live: dict[MessageId, tuple[int, int]] = field(default_factory=dict)
     """Of each generating message: its attempt and the last delta's `first_token`."""
     deltas: dict[tuple[MessageId, int, int], tuple[int, Delta]] = field(default_factory=dict)
+
+
+def _size(record: MessageRecord | SessionRecord) -> int:
+    """Bytes of a record, of a message without its text and token ids."""
+    if isinstance(record, MessageRecord):
+        record = msgspec.structs.replace(record, text="", token_ids=())
+    return len(msgspec.msgpack.encode(record))
+
+
+def _body(message: MessageRecord) -> int:
+    return len(message.text.encode()) + 4 * len(message.token_ids)
 
 
 class MemoryStore:
@@ -131,11 +145,14 @@ class MemoryStore:
             if session is not None:
                 raise ConflictError(f"session {change.session} exists already")
             assert change.record is not None
+            self._check_quota(change)
             session = self._sessions[key] = _Session(change.record, change.owner, change.fence if change.owner else 0)
         if session is None:
             raise NotFoundError(f"there is no session {change.session}")
         if not change.create and session.fence != change.fence:
             raise LeaseLostError
+        if not change.create:
+            self._check_quota(change)
         committed = Committed(first_seq=session.seq + 1)
         self._apply(session, change)
         self.num_commits += 1
@@ -158,11 +175,34 @@ class MemoryStore:
                 writes.popitem(last=False)
         return committed
 
+    def usage(self, user: UserId) -> tuple[int, int]:
+        """What a user has stored, in bytes, and how many answers of theirs are being generated."""
+        sessions = [session for (owner, _), session in self._sessions.items() if owner == user]
+        num_bytes = sum(
+            _size(session.record) + sum(session.bodies.values()) + sum(map(_size, session.messages.values()))
+            for session in sessions
+        )
+        return num_bytes, sum(len(session.live) for session in sessions)
+
+    def _check_quota(self, change: Transaction) -> None:
+        quota, (num_bytes, num_generating) = change.quota, self.usage(change.user)
+        num_sessions = sum(user == change.user for user, _ in self._sessions)
+        more = 0 if change.record is None else _size(change.record)
+        more += sum(_size(message) + _body(message) for message in change.puts)
+        for which, used, after, most in (
+            ("sessions", num_sessions, num_sessions + change.create, quota.sessions),
+            ("bytes", num_bytes, num_bytes + more, quota.stored_bytes),
+            ("generations", num_generating, num_generating + 1, quota.generations),
+        ):
+            if most is not None and after > most and (which != "sessions" or change.create):
+                raise over_quota(quota, which, used)
+
     def _apply(self, session: _Session, change: Transaction) -> None:
         if change.record is not None:
             session.record = change.record
         for message in change.deletes:
             session.messages.pop(message, None)
+            session.bodies.pop(message, None)
             session.live.pop(message, None)
         for record in change.puts:
             self._put(session, record)
@@ -172,6 +212,9 @@ class MemoryStore:
     @staticmethod
     def _put(session: _Session, message: MessageRecord) -> None:
         new = message
+        growing = message.status == "generating" and message.message in session.live
+        if not growing or session.live[message.message][0] != message.attempt:
+            session.bodies[message.message] = _body(message)
         if message.status != "generating":
             session.live.pop(message.message, None)
         elif message.message in session.live and session.live[message.message][0] == message.attempt:

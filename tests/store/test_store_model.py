@@ -21,6 +21,8 @@ from hypothesis.stateful import (
 )
 
 from chatserve.chat.events import AnyEvent, BranchSelected, MessageUpdated, SessionUpdated
+from chatserve.chat.quotas import Quota
+from chatserve.chat.redis_layout import Keys
 from chatserve.chat.redis_store import open_store
 from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Store, Transaction
 from chatserve.chat.workers import Owner
@@ -77,6 +79,17 @@ idempotencies = st.one_of(
 )
 
 
+quotas = st.one_of(
+    st.just(Quota()),
+    st.builds(
+        Quota,
+        sessions=st.one_of(st.none(), st.integers(0, 3)),
+        stored_bytes=st.one_of(st.none(), st.integers(0, 600)),
+        generations=st.one_of(st.none(), st.integers(0, 3)),
+    ),
+)
+
+
 class StoreMachine(RuleBasedStateMachine):
     server: ClassVar[EmbeddedStore]
 
@@ -84,8 +97,8 @@ class StoreMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.runner = asyncio.Runner()
         self.user = UserId(f"u{{}}{uuid.uuid4()}")
-        self.real: Store = self.runner.run(open_store(self.server.url, event_history=4096))
-        self.model: Store = MemoryStore(event_history=4096)
+        self.real = self.runner.run(open_store(self.server.url, event_history=4096))
+        self.model = MemoryStore(event_history=4096)
         self.next_token: dict[tuple[SessionId, MessageId], int] = {}
         self.appended: list[Delta] = []
         self.writes: list[Transaction] = []
@@ -122,6 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
         idempotency=idempotencies,
         owner=st.one_of(st.just(Owner("")), owners),
         age=ages,
+        quota=quotas,
     )
     def change(
         self,
@@ -135,6 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
         idempotency: Idempotency | None,
         owner: Owner,
         age: int,
+        quota: Quota,
     ) -> None:
         named = msgspec.structs.replace(record, session=session, user=self.user)
         change = Transaction(
@@ -148,6 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
             idempotency=idempotency,
             write_id=uuid.uuid4().hex,
             owner=owner,
+            quota=quota,
             fence=int(bool(owner)) if create else self.fences.get(session, 0) - age,
         )
         committed = self.commit(change)
@@ -233,6 +249,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert later is not None
             seen += later
             assert [event.seq for event in seen] == list(range(1, state.seq + 1))
+
+    @invariant()
+    def what_a_user_has_is_what_is_there(self) -> None:
+        if not hasattr(self, "runner"):
+            return
+        key = Keys(self.user).of("usage")
+        counted = self.runner.run(self.real._link.command("count", "HMGET", key, "bytes", "generating"))
+        assert tuple(int(number or 0) for number in counted) == self.model.usage(self.user)
 
     @rule()
     def list_what_is_unfinished(self) -> None:

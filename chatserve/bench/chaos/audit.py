@@ -103,7 +103,7 @@ async def check_store(url: str, people: Sequence[Person], num_workers: int) -> l
     sessions = {session for person in people for session in person.ledgers}
     async with Redis.from_url(url, decode_responses=True) as client:
         found = [(key, await client.ttl(key)) async for key in client.scan_iter(count=1000)]
-        counts = [(key, await client.hget(key, "generating")) for key, _ in found if key.endswith(":usage")]
+        counts = [(key, str(await client.hget(key, "generating"))) for key, _ in found if key.endswith(":usage")]
         owners = {str(owner) for owner in await client.smembers("chatserve:workers")}
     complaints = ((_complaint(key, expires=ttl_s >= 0, sessions=sessions, owners=owners), key) for key, ttl_s in found)
     wrong = [f"{complaint}: {key}" for complaint, key in complaints if complaint]

@@ -2,18 +2,20 @@
 -- script that fails halfway is not undone.
 --
 -- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 events  7 generating  8 writes  9 index
---       10 request (only where the change answers a client's request)
+--       10 usage  11 request (only where the change answers a client's request)
 -- ARGV  1 live text prefix  2 live tokens prefix  3 session id  4 write id  5 create  6 delete
 --       7 record ('' keeps it)  8 title  9 updated_at  10 digest  11 answer
 --       12 event history  13 event ttl  14 request ttl  15 writes ttl  16 tombstone ttl  17 writes kept   (ttls in seconds)
 --       18 fence  19 owner (of a session to create)  20 session channel  21 request id  22 user channel  23 announcement
---       24 number of deletes, then each message id
+--       24 most sessions  25 most bytes  26 most generations of the user (-1: any)  27 bytes of this change
+--       28 number of deletes, then each message id
 --       then number of puts, each: message id, '1' if generating, attempt, meta, text, tokens
 --       then number of events, each its payload
 -- Returns {'ok', first seq} | {'done', answer} | {'conflict'} | {'exists'} | {'deleted'} | {'missing'} | {'fenced'}
+--         | {'quota', which, used}
 
 local session, metas, texts, tokens, order, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local generating, writes, index, request = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local generating, writes, index, usage, request = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local live_texts, live_tokens, id, write_id = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local create, delete, record, fence = ARGV[5] == '1', ARGV[6] == '1', ARGV[7], ARGV[18]
 
@@ -45,6 +47,30 @@ elseif not create and (state[3] or '0') ~= fence then
   return {'fenced'}
 end
 
+local function over(number, used)
+  local most = tonumber(ARGV[number])
+  return most >= 0 and used > most
+end
+local used = redis.call('HMGET', usage, 'bytes', 'generating')
+local num_sessions, num_bytes = redis.call('ZCARD', index), tonumber(used[1] or 0)
+if create and over(24, num_sessions + 1) then
+  return {'quota', 'sessions', num_sessions}
+elseif over(25, num_bytes + tonumber(ARGV[27])) then
+  return {'quota', 'bytes', num_bytes}
+elseif over(26, tonumber(used[2] or 0) + 1) then
+  return {'quota', 'generations', tonumber(used[2] or 0)}
+end
+
+-- What is stored of a message. Text that is still being generated counts when it has ended.
+local function size_of(message)
+  local size = 0
+  for _, key in ipairs({metas, texts, tokens}) do
+    size = size + redis.call('HSTRLEN', key, message)
+  end
+  return size
+end
+local grown, num_generating = 0, redis.call('HLEN', generating)
+
 local function forget_live(message)
   if redis.call('HDEL', generating, message) == 1 then
     redis.call('UNLINK', live_texts .. message, live_tokens .. message)
@@ -59,7 +85,7 @@ local function set_or_clear(key, field, value)
   end
 end
 
-local at = 23
+local at = 27
 local function take()
   at = at + 1
   return ARGV[at]
@@ -71,12 +97,14 @@ if create and ARGV[19] ~= '' then
   redis.call('HSET', session, 'owner', ARGV[19], 'fence', fence)
 end
 if record ~= '' then
+  grown = #record - redis.call('HSTRLEN', session, 'record')
   redis.call('HSET', session, 'record', record, 'title', ARGV[8])
   redis.call('ZADD', index, ARGV[9], id)
 end
 
 for _ = 1, tonumber(take()) do
   local message = take()
+  grown = grown - size_of(message)
   forget_live(message)
   redis.call('HDEL', metas, message)
   redis.call('HDEL', texts, message)
@@ -86,6 +114,7 @@ end
 
 for _ = 1, tonumber(take()) do
   local message, is_generating, attempt, meta, text, token_ids = take(), take() == '1', take(), take(), take(), take()
+  grown = grown - size_of(message)
   if redis.call('HSET', metas, message, meta) == 1 then
     redis.call('ZADD', order, redis.call('HINCRBY', session, 'order', 1), message)
   end
@@ -98,6 +127,7 @@ for _ = 1, tonumber(take()) do
       redis.call('HSET', generating, message, attempt .. '.' .. fence .. ' -1')
     end
   end
+  grown = grown + size_of(message)
 end
 
 local num_events = tonumber(take())
@@ -107,7 +137,9 @@ for i = 1, num_events do
   payloads[i] = take()
 end
 
+local grown_to = redis.call('HINCRBY', session, 'bytes', grown)
 if delete then
+  grown = grown - grown_to
   for _, message in ipairs(redis.call('HKEYS', generating)) do
     redis.call('UNLINK', live_texts .. message, live_tokens .. message)
   end
@@ -121,6 +153,12 @@ else
     redis.call('XADD', events, 'MAXLEN', '~', ARGV[12], number, 'event', payload)
   end
   redis.call('EXPIRE', events, ARGV[13])
+end
+
+redis.call('HINCRBY', usage, 'bytes', grown)
+redis.call('HINCRBY', usage, 'generating', redis.call('HLEN', generating) - num_generating)
+if redis.call('EXISTS', index) == 0 then
+  redis.call('UNLINK', usage)
 end
 
 if request then
