@@ -218,10 +218,16 @@ class BlockTree:
             at.num_pins += 1
             if at.num_pins > 1:
                 return
-            self.num_idle -= at.block_id is not None
+            # As `_refresh`, but of a long path all nodes but the last are on none of the lists of leaves.
+            if at.block_id is not None:
+                self.num_idle -= 1
+                self.dirty.pop(at, None)
+                if not at.num_device_children:
+                    self.device_leaves.discard(at)
+            elif not at.children:
+                self.host_leaves.discard(at)
             if used and at.standing == PREEMPTED:
                 self._set_standing(at, PROBATION)
-            self._refresh(at)
             at = at.parent
 
     def unpin(self, node: Node, *, used: bool = True) -> None:
@@ -237,8 +243,14 @@ class BlockTree:
             if at.num_pins:
                 return
             at.last_used = last_used = max(at.last_used, last_used)
-            self.num_idle += at.block_id is not None
-            self._refresh(at)
+            if at.block_id is not None:
+                self.num_idle += 1
+                if at.host_block_id is None and at.standing != HINTED:
+                    self.dirty[at] = None
+                if not at.num_device_children:
+                    self.device_leaves.add(at)
+            elif at.host_block_id is not None and not at.children:
+                self.host_leaves.add(at)
             at = at.parent
 
     # --- lists of leaves ----------------------------------------------------------------------------------------------

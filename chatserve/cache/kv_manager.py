@@ -45,6 +45,8 @@ class PrefixMatch:
 
     num_cached: int
     num_swapped: int
+    path: Path
+    """For `KVManager.admit`, as long as nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class KVManager:
         num_swapped = sum(self.block_size for node in path.nodes if node.block_id is None)
         if path.fork is not None and path.fork.block_id is None:
             num_swapped += path.fork_tokens
-        return PrefixMatch(len(path.nodes) * self.block_size + path.fork_tokens - num_swapped, num_swapped)
+        return PrefixMatch(len(path.nodes) * self.block_size + path.fork_tokens - num_swapped, num_swapped, path)
 
     def awaits_reading(self, token_ids: Sequence[int], user: UserId) -> bool:
         """Whether some of the sequence's KV has still to be read from a snapshot; it is read first from now on."""
@@ -110,13 +112,15 @@ class KVManager:
         user: UserId,
         num_shared_tokens: int,
         *,
+        match: PrefixMatch | None = None,
         ahead: bool = False,
         is_hint: bool = False,
     ) -> Admission | None:
         """Pin the longest cached path of a request that starts, and plan what brings all of it to the device.
 
-        With `ahead`, what comes from the host does so in the background, and the request waits until `is_resident`.
-        With `is_hint` it computes what may never be asked for, and ends in `finish_hint`.
+        `match` is what `match` has just found for these tokens, if that was asked. With `ahead`, what comes from the
+        host does so in the background, and the request waits until `is_resident`. With `is_hint` it computes what may
+        never be asked for, and ends in `finish_hint`.
 
         Its first `num_shared_tokens` may be shared between users once they are computed; what may be found was decided
         when it was computed. None if there are not enough blocks for that now; then nothing has changed.
@@ -124,7 +128,7 @@ class KVManager:
         assert request_id not in self._leases, f"{request_id} was admitted twice"
         assert user, "a user must have a name"
         tokens = pack(token_ids)
-        found = search.find(self._tree, tokens[:-TOKEN_BYTES], Scope(user))
+        found = match.path if match is not None else search.find(self._tree, tokens[:-TOKEN_BYTES], Scope(user))
         if is_hint and found.extends_fork and found.fork is not None and found.fork.standing != HINTED:
             found = replace(found, extends_fork=False)  # a conversation's end stays what it is, whatever is drafted
         path = self._affordable(found)

@@ -14,7 +14,7 @@ from chatserve.sched.outcome import Begun, Journal, Waiting
 from chatserve.sched.request import Phase
 
 if TYPE_CHECKING:
-    from chatserve.cache.kv_manager import KVManager
+    from chatserve.cache.kv_manager import KVManager, PrefixMatch
     from chatserve.sched.batch import Batch
     from chatserve.sched.draft import Draft
     from chatserve.sched.queue import WaitingQueue
@@ -68,7 +68,7 @@ class AdmissionControl:
                 return None
             # What comes from the host does not hold up those who have a row, unless it is less than a step is worth.
             ahead = bool(self._batch) and match.num_swapped >= self._min_fetched_tokens
-            if not self._enter(draft, request, ahead=ahead):
+            if not self._enter(draft, request, match, ahead=ahead):
                 return None if self._batch else request
             if request.is_prefilling:
                 leaders.append(request)
@@ -116,10 +116,15 @@ class AdmissionControl:
         request.refused_at = None if fits else (num_unpinned, len(self._batch))
         return fits
 
-    def _enter(self, draft: Draft, request: Request, *, ahead: bool) -> bool:
+    def _enter(self, draft: Draft, request: Request, match: PrefixMatch, *, ahead: bool) -> bool:
         """Admit one request with its first chunk. False: there are not enough blocks, and nothing has changed."""
         admission = self._kv.admit(
-            request.request_id, request.token_ids, request.user, request.num_shared_tokens, ahead=ahead
+            request.request_id,
+            request.token_ids,
+            request.user,
+            request.num_shared_tokens,
+            match=match,
+            ahead=ahead,
         )
         if admission is None:
             return False

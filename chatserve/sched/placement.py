@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from chatserve.sched.queue import WaitingQueue
     from chatserve.sched.request import Request
 
-MIN_CHUNK_TOKENS: Final = 128
+MIN_CHUNK_TOKENS: Final = 160
 """Tokens of prompts that a step takes beside rows that decode, if there are so many. A GPU that decodes for a few dozen
-sessions waits for its weights: so many tokens more cost it little time."""
+sessions waits for its weights, so these cost it less than half a step more; and with fewer, a prompt of 8,192 tokens
+would be part of most steps of the second that follows."""
 DECODE_WEIGHT: Final = 4
 """Of a step's budget prompts get their share by heads, where one that decodes counts as so many that wait: a session
 that waits for its next token has been promised a steady flow of them."""

@@ -58,6 +58,7 @@ class PlainKV:
         user: UserId,
         num_shared_tokens: int,
         *,
+        match: Match | None = None,
         ahead: bool = False,
     ) -> PlainAdmission | None:
         assert request_id not in self._tables
