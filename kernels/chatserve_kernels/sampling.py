@@ -52,14 +52,14 @@ ROW = np.dtype(
 """One row's settings. top_k 0, top_p 1 and min_p 0 are off; count_slot -1: no penalties."""
 
 CHUNK = 8192
-PART = 512
+STEP = PART = 512
+"""Tokens that the loops over a chunk take at a time: of the second kernel, and of the third."""
 OPEN_PER_CHUNK = 1024
 """Tokens in doubt that a chunk's list holds; a row with more is searched as a whole, which is slower."""
 TILE = 4096
 PROGRAMS = 1056
 """Of the kernels that go by chunks, in all; at least one a row, at most one a chunk."""
-NUM_WARPS = {"chunk": 8, "bound": 8, "draw": 4, "choose": 8}
-MAXNREG = {"chunk": None, "bound": None, "draw": None, "choose": None}
+NUM_WARPS = {"chunk": 8, "bound": 4, "draw": 4, "choose": 8}
 
 
 def greedy_rows(num_rows: int) -> NDArray[np.void]:
@@ -100,6 +100,7 @@ class SamplingWorkspace:
         self.num_chunks = triton.cdiv(vocab_size, self.chunk)
         self.num_groups = triton.cdiv(vocab_size, GROUP.value)
         self.open_pad = min(OPEN_PER_CHUNK, self.chunk)
+        assert self.chunk <= 16 * PART, "a lane has 16 bits for the parts of its chunk"
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty((max_rows, *shape), dtype=dtype, device=device)
@@ -119,6 +120,7 @@ def chunk_constants(space: SamplingWorkspace) -> dict[str, int]:
         "CHUNK": space.chunk,
         "CHUNKS_PAD": chunks_pad,
         "GROUPS_PAD": triton.next_power_of_2(space.num_groups),
+        "STEP": min(STEP, space.chunk),
         "PART": min(PART, space.chunk),
         "OPEN_PAD": space.open_pad,
         "TILE": max(chunks_pad, min(TILE, space.chunk)),
@@ -172,7 +174,6 @@ def sample_tokens(
         **_of(chunk_kernel, constants),
         **options,
         num_warps=NUM_WARPS["chunk"],
-        maxnreg=MAXNREG["chunk"],
     )
     bound_kernel[grid](
         logits,
@@ -186,7 +187,6 @@ def sample_tokens(
         **_of(bound_kernel, constants),
         **options,
         num_warps=NUM_WARPS["bound"],
-        maxnreg=MAXNREG["bound"],
     )
     draw_kernel[grid](
         logits,
@@ -203,7 +203,6 @@ def sample_tokens(
         **_of(draw_kernel, constants),
         **options,
         num_warps=NUM_WARPS["draw"],
-        maxnreg=MAXNREG["draw"],
     )
     choose_kernel[(num_rows,)](
         out,
@@ -221,7 +220,6 @@ def sample_tokens(
         **_of(choose_kernel, constants),
         **options,
         num_warps=NUM_WARPS["choose"],
-        maxnreg=MAXNREG["choose"],
     )
     return out
 

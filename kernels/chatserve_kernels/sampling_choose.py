@@ -43,17 +43,15 @@ from chatserve_kernels.sampling_row import (
 @triton.jit
 def _open_tokens(
     tile,
+    whole,
     source,
     TILE: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     OPEN_PAD: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
 ):
-    """A tile of the tokens that may be kept: from the chunks' lists, some of each, or of the whole row. d is -inf where
-    there is none."""
-    whole, logits, words, counts, ints, open_ids, open_scores, top, inverse, vocab_size, vocab_stride, num_chunks = (
-        source
-    )
+    """A tile of the tokens in doubt: of the chunks' lists, some of each, or the row; d is -inf where there is none."""
+    logits, words, counts, ints, open_ids, open_scores, top, inverse, vocab_size, vocab_stride, num_chunks = source
     at = tl.arange(0, TILE)
     ids = tile * TILE + at
     d = tl.full([TILE], -float("inf"), tl.float32)
@@ -130,33 +128,39 @@ def choose_kernel(
         opens = tl.load(floats + OPEN * num_chunks + chunks, mask=mask, other=-float("inf"))
         open_best = tl.max(opens, 0)
         token = sure_id
-        # What is no better than the bound need not be the best of those whose noise was not evaluated.
-        unseen = (has_top_k == 0) & (high <= 0.0) & (sure <= -tl.log2(tl.load(agreed + CHANCE)))
-        if has_top_k | unseen | (sure == -float("inf")) | (open_best > sure):
+        # What is no better than the bound need not be the best of those whose noise was not worked out.
+        bound = -tl.log2(tl.load(agreed + CHANCE))
+        if has_top_k | (sure <= bound) | (open_best > sure):
             lengths = tl.load(ints + OPEN_COUNT * num_chunks + chunks, mask=mask, other=0)
             longest = tl.max(lengths, 0)
-            whole = (longest > OPEN_PAD) | unseen
-            if unseen:
-                high = float("inf")
-                surely = 0.0
-                sure = -float("inf")
+            row_tiles = tl.cdiv(vocab_size, TILE)
             num_tiles = tl.cdiv(longest, TILE // CHUNKS_PAD)
+            whole = longest > OPEN_PAD
             if whole:
-                num_tiles = tl.cdiv(vocab_size, TILE)
+                num_tiles = row_tiles
             key = draw_key(words, tl.load(positions + row) + position_offset)
             source = (
-                whole, logits, words, counts, ints, open_ids, open_scores, top, inverse, vocab_size, vocab_stride,
+                logits,
+                words,
+                counts,
+                ints,
+                open_ids,
+                open_scores,
+                top,
+                inverse,
+                vocab_size,
+                vocab_stride,
                 num_chunks,
-            )  # fmt: skip
+            )
             if has_top_k:
                 # The k-th largest, by halving: `kept` tokens are k or more, those down to `above` fewer.
-                _first_ids, first_d = _open_tokens(0, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
+                _first_ids, first_d = _open_tokens(0, whole, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
                 above, kept = -1, depth_of(low)
                 while kept - above > 1:
                     middle = above + (kept - above) // 2
                     number = tl.sum((depth_of(first_d) <= middle).to(tl.int32), 0)
                     for tile in range(1, num_tiles):
-                        ids, d = _open_tokens(tile, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
+                        ids, d = _open_tokens(tile, whole, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
                         number += tl.sum((depth_of(d) <= middle).to(tl.int32), 0)
                     if number >= top_k:
                         kept = middle
@@ -168,7 +172,7 @@ def choose_kernel(
                 if top_p < 1.0:
                     masses = tl.zeros([TILE], tl.float32)
                     for tile in range(num_tiles):
-                        ids, d = _open_tokens(tile, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
+                        ids, d = _open_tokens(tile, whole, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
                         masses += tl.where(d >= low, exp2(d), 0.0)
                     wanted = tl.maximum(tl.sum(masses, 0) * top_p, 1e-30)
                 low = tl.maximum(low, min_p_cut(words))
@@ -179,7 +183,7 @@ def choose_kernel(
                 noisy_ids = tl.full([TILE], NO_ID, tl.int32)
                 noisy_d = tl.full([TILE], -float("inf"), tl.float32)
                 for tile in range(num_tiles):
-                    ids, d = _open_tokens(tile, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
+                    ids, d = _open_tokens(tile, whole, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
                     score = tl.where(
                         (d >= low) & (d > passed) & (d < high),
                         d + gumbel_noise(unfinished_bits(key, ids)) * LOG2_E,
@@ -190,13 +194,23 @@ def choose_kernel(
                     noisy_ids = tl.where(is_better, ids, noisy_ids)
                     noisy_d = tl.where(is_better, d, noisy_d)
                 best, best_id = first_largest(noisy, noisy_ids)
-                if best > sure:
+                if (not has_top_k) & (not whole) & (tl.maximum(best, sure) <= bound):
+                    whole = True
+                    num_tiles = row_tiles
+                    if sure <= bound:
+                        sure = -float("inf")
+                        high = float("inf")
+                        surely = 0.0
+                elif best > sure:
                     best_d = tl.max(tl.where((noisy == best) & (noisy_ids == best_id), noisy_d, -float("inf")), 0)
                     mass = 0.0
                     if wanted < float("inf"):
+                        # With top-k the lists hold all that counts; else they hold only what may win.
                         masses = tl.zeros([TILE], tl.float32)
-                        for tile in range(num_tiles):
-                            _other_ids, other_d = _open_tokens(tile, source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS)
+                        for tile in range(num_tiles if has_top_k else row_tiles):
+                            _other_ids, other_d = _open_tokens(
+                                tile, whole | (not has_top_k), source, TILE, CHUNKS_PAD, OPEN_PAD, HAS_COUNTS
+                            )
                             masses += tl.where((other_d > best_d) & (other_d < high), exp2(other_d), 0.0)
                         mass = surely + tl.sum(masses, 0)
                     if mass < wanted:

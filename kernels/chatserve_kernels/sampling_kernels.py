@@ -36,7 +36,6 @@ from chatserve_kernels.sampling_row import (
     SURE,
     SURE_ID,
     SURELY,
-    THRESHOLDS,
     TOP,
     TOP_ID,
     WANTED,
@@ -53,6 +52,10 @@ from chatserve_kernels.sampling_row import (
     top_p_threshold,
     total_mass,
 )
+
+
+STAGES = tl.constexpr(4)
+"""Parts of a chunk that are on their way while one is worked on."""
 
 
 @triton.jit
@@ -120,6 +123,7 @@ def bound_kernel(
     num_groups,
     CHUNK: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
+    STEP: tl.constexpr,
     GROUPS_PAD: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     DEPENDS: tl.constexpr,
@@ -153,18 +157,41 @@ def bound_kernel(
                     tl.store(agreed + row * AGREED + GUESS, -kept.to(tl.float32, bitcast=True))
             elif top_p < 1.0:
                 _total, mean, deviation = total_mass(floats, top, inverse, num_chunks, CHUNKS_PAD)
+                threshold_0 = top_p_threshold(0, mean, deviation, top_p)
+                threshold_1 = top_p_threshold(1, mean, deviation, top_p)
+                threshold_2 = top_p_threshold(2, mean, deviation, top_p)
+                threshold_3 = top_p_threshold(3, mean, deviation, top_p)
+                threshold_4 = top_p_threshold(4, mean, deviation, top_p)
                 if tl.program_id(0) == 0:
-                    for index in tl.static_range(THRESHOLDS):
-                        tl.store(agreed + row * AGREED + GUESS + index, top_p_threshold(index, mean, deviation, top_p))
+                    at = agreed + row * AGREED + GUESS
+                    tl.store(at, threshold_0)
+                    tl.store(at + 1, threshold_1)
+                    tl.store(at + 2, threshold_2)
+                    tl.store(at + 3, threshold_3)
+                    tl.store(at + 4, threshold_4)
+                row_logits = logits + row * logits_stride
                 for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-                    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                    row_logits = logits + row * logits_stride
-                    x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
-                    d = (x - top) * inverse
-                    e = exp2(d)
-                    for index in tl.static_range(THRESHOLDS):
-                        above = tl.where(d >= top_p_threshold(index, mean, deviation, top_p), e, 0.0)
-                        tl.store(floats + (ABOVE + index) * num_chunks + chunk, tl.sum(above, 0))
+                    above_0 = tl.zeros([STEP], tl.float32)
+                    above_1 = tl.zeros([STEP], tl.float32)
+                    above_2 = tl.zeros([STEP], tl.float32)
+                    above_3 = tl.zeros([STEP], tl.float32)
+                    above_4 = tl.zeros([STEP], tl.float32)
+                    for first in tl.range(chunk * CHUNK, (chunk + 1) * CHUNK, STEP, num_stages=STAGES):
+                        ids = first + tl.arange(0, STEP)
+                        x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
+                        d = (x - top) * inverse
+                        e = exp2(d)
+                        above_0 += tl.where(d >= threshold_0, e, 0.0)
+                        above_1 += tl.where(d >= threshold_1, e, 0.0)
+                        above_2 += tl.where(d >= threshold_2, e, 0.0)
+                        above_3 += tl.where(d >= threshold_3, e, 0.0)
+                        above_4 += tl.where(d >= threshold_4, e, 0.0)
+                    at = floats + ABOVE * num_chunks + chunk
+                    tl.store(at, tl.sum(above_0, 0))
+                    tl.store(at + num_chunks, tl.sum(above_1, 0))
+                    tl.store(at + 2 * num_chunks, tl.sum(above_2, 0))
+                    tl.store(at + 3 * num_chunks, tl.sum(above_3, 0))
+                    tl.store(at + 4 * num_chunks, tl.sum(above_4, 0))
 
 
 @triton.jit
@@ -190,7 +217,7 @@ def draw_kernel(
     HAS_COUNTS: tl.constexpr,
     DEPENDS: tl.constexpr,
 ):
-    """Draw among the tokens that are surely kept, and list those that may be.
+    """Draw among the tokens that are surely kept, and list those in doubt: with top-k all, else such as may win.
 
     The best of n draws from a row of mass Z is above log(Z) - log(LIKELY) but in exp(-LIKELY) of all cases, and about
     LIKELY of them are. Whether one may be is seen from its random bits and its weight alone (-log(u) >= 1 - u), so the
@@ -223,35 +250,46 @@ def draw_kernel(
             top_k = tl.load(words + 1)
             has_top_k = (top_k > 0) & (top_k < vocab_size)
             key = draw_key(words, tl.load(positions + row) + position_offset)
+            row_logits = logits + row * logits_stride
             for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
                 sure, open_best, sure_id, count = -float("inf"), -float("inf"), NO_ID, 0
                 list_start = (row * num_chunks + chunk) * OPEN_PAD
                 chunk_top = tl.load(floats + TOP * num_chunks + chunk)
                 if (chunk_top - top) * inverse >= low:
-                    for first in range(chunk * CHUNK, (chunk + 1) * CHUNK, PART):
-                        ids = first + tl.arange(0, PART)
-                        row_logits = logits + row * logits_stride
+                    # A bit a part, in each lane: the loop over all tokens has no sum between lanes, and no branch.
+                    flags = tl.zeros([PART], tl.int32)
+                    for part in tl.range(CHUNK // PART, num_stages=STAGES):
+                        ids = chunk * CHUNK + part * PART + tl.arange(0, PART)
                         x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
-                        d = tl.where(ids < vocab_size, (x - top) * inverse, -float("inf"))
-                        if (tl.max(d, 0) >= low) & (first < vocab_size):
-                            is_open = (d >= low) & (d < high) & (ids < vocab_size)
-                            bits = unfinished_bits(key, ids)
-                            may_win = (d >= low) & (least_complement(bits) <= exp2(d) * chance)
-                            # Both in one sum: a part has fewer than 2^16 tokens.
-                            found = tl.sum(is_open.to(tl.int32) + (may_win.to(tl.int32) << 16), 0)
-                            num_open = found & 0xFFFF
-                            if num_open > 0:
-                                at = count + tl.cumsum(is_open.to(tl.int32), 0) - 1
-                                mask = is_open & (at < OPEN_PAD)
-                                tl.store(open_ids + list_start + at, ids, mask=mask)
-                                tl.store(open_scores + list_start + at, d, mask=mask)
-                                count += num_open
-                            if (found > 0xFFFF) & (not has_top_k):
-                                noisy = tl.where(d >= low, d + gumbel_noise(bits) * LOG2_E, -float("inf"))
-                                best, best_id = first_largest(tl.where(is_open, -float("inf"), noisy), ids)
-                                sure_id = tl.where(best > sure, best_id, sure_id)
-                                sure = tl.maximum(sure, best)
-                                open_best = tl.maximum(open_best, tl.max(tl.where(is_open, noisy, -float("inf")), 0))
+                        d = (x - top) * inverse
+                        matters = least_complement(unfinished_bits(key, ids)) <= exp2(d) * chance
+                        matters = (matters | has_top_k) & (d >= low) & (ids < vocab_size)
+                        flags |= tl.where(matters, 1 << part, 0)
+                    left = tl.max(flags, 0)
+                    while left > 0:
+                        # The highest bit of the largest is that of a part to look at: the exponent of it as a float.
+                        part = (left.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+                        ids = chunk * CHUNK + part * PART + tl.arange(0, PART)
+                        x = penalised_logits(row_logits, ids, vocab_size, words, counts, vocab_stride, HAS_COUNTS)
+                        d = (x - top) * inverse
+                        matters = (flags >> part) & 1 > 0
+                        is_open = matters & (d < high)
+                        num_open = tl.sum(is_open.to(tl.int32), 0)
+                        if num_open > 0:
+                            at = count + tl.cumsum(is_open.to(tl.int32), 0) - 1
+                            mask = is_open & (at < OPEN_PAD)
+                            tl.store(open_ids + list_start + at, ids, mask=mask)
+                            tl.store(open_scores + list_start + at, d, mask=mask)
+                            count += num_open
+                        if not has_top_k:
+                            noisy = d + gumbel_noise(unfinished_bits(key, ids)) * LOG2_E
+                            noisy = tl.where(matters, noisy, -float("inf"))
+                            best, best_id = first_largest(tl.where(is_open, -float("inf"), noisy), ids)
+                            sure_id = tl.where(best > sure, best_id, sure_id)
+                            sure = tl.maximum(sure, best)
+                            open_best = tl.maximum(open_best, tl.max(tl.where(is_open, noisy, -float("inf")), 0))
+                        flags &= ~(1 << part)
+                        left = tl.max(flags, 0)
                 tl.store(floats + SURE * num_chunks + chunk, sure)
                 tl.store(floats + OPEN * num_chunks + chunk, open_best)
                 tl.store(ints + SURE_ID * num_chunks + chunk, sure_id)
