@@ -14,7 +14,7 @@ lowest id of the largest logits. NaN counts as +inf, and a row whose largest is 
 Four launches with a fixed grid, so a captured graph serves greedy and drawn rows and any settings (see
 `sampling_kernels`):
 
-1. maxima, masses and moments of chunks of 8,192 tokens;
+1. maxima, masses and moments of chunks of 4,096 tokens;
 2. the mass above six guesses of top-p's cut (made from mean and deviation), or the floor of top-k;
 3. the best draw of the tokens that are above all doubt, and a list of those between the two guesses around the cut;
 4. a program a row: unless the best draw of step 3 is better than all in doubt, the best of these is tested until one is
@@ -51,15 +51,15 @@ ROW = np.dtype(
 )
 """One row's settings. top_k 0, top_p 1 and min_p 0 are off; count_slot -1: no penalties."""
 
-CHUNK = 8192
+CHUNK = 4096
 STEP = PART = 512
 """Tokens that the loops over a chunk take at a time: of the second kernel, and of the third."""
 OPEN_PER_CHUNK = 1024
 """Tokens in doubt that a chunk's list holds; a row with more is searched as a whole, which is slower."""
 TILE = 4096
-PROGRAMS = 1056
+PROGRAMS = 2112
 """Of the kernels that go by chunks, in all; at least one a row, at most one a chunk."""
-NUM_WARPS = {"chunk": 8, "bound": 4, "draw": 4, "choose": 8}
+NUM_WARPS = {"chunk": 4, "bound": 4, "draw": 4, "choose": 8}
 
 
 def greedy_rows(num_rows: int) -> NDArray[np.void]:
@@ -90,7 +90,7 @@ def count_tokens(token_ids: torch.Tensor, num_prompt: int, vocab_size: int) -> t
 
 
 class SamplingWorkspace:
-    """Scratch of `sample_tokens` for up to `max_rows` rows: 150 KB a row of 128,256 tokens. One sampling at a time."""
+    """Scratch of `sample_tokens` for up to `max_rows` rows: 280 KB a row of 128,256 tokens. One sampling at a time."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.max_rows = max_rows

@@ -53,7 +53,6 @@ from chatserve_kernels.sampling_row import (
     total_mass,
 )
 
-
 STAGES = tl.constexpr(4)
 """Parts of a chunk that are on their way while one is worked on."""
 
