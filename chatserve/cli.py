@@ -153,6 +153,20 @@ def cli() -> None:
 @option("--threads", type=click.IntRange(0), default=_DEFAULTS.threads, help="CPU threads; 0 takes one a core.")
 @_redis_url
 @option(
+    "--store-fsync",
+    type=click.Choice(["everysec", "always"]),
+    default=_DEFAULTS.store_fsync,
+    help="When the built-in store forces what it has written to disk.",
+)
+@option(
+    "--session-expiry",
+    "session_expiry_days",
+    metavar="DAYS",
+    type=click.FloatRange(0),
+    default=_DEFAULTS.session_expiry_days,
+    help="Delete conversations that nobody changed for so many days; 0 keeps them for ever.",
+)
+@option(
     "--web-workers",
     type=click.IntRange(1, 64),
     default=_DEFAULTS.web_workers,

@@ -86,6 +86,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: Path
     """Downloaded and converted models."""
     redis_url: str | None = None
+    store_fsync: Literal["everysec", "always"] = "everysec"
+    """When the built-in store's file is forced to disk: always survives a power loss whole."""
+    session_expiry_days: float = 0.0
+    """Conversations that nobody changed for so long are deleted; 0: never."""
     web_workers: int = 1
     on_restart: Literal["resume", "interrupt"] = "resume"
     """What becomes of answers whose server died or was stopped: they go on, or are marked interrupted."""

@@ -33,7 +33,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # The terminal client shares no code with the server that it talks to.
     "chatserve.terminal": (),
     "chatserve.progress": (),
-    "chatserve.supervisor": ("chatserve.server.auth", "chatserve.server.origin", "chatserve.model.catalog"),
+    "chatserve.supervisor": (
+        "chatserve.server.auth",
+        "chatserve.server.origin",
+        "chatserve.model.catalog",
+        # What a store's URL may look like is known in one place.
+        "chatserve.chat.redis_link",
+    ),
     "chatserve.doctor": ("chatserve.supervisor.", "chatserve.server.", "chatserve.model.catalog"),
     "chatserve.bench": ("chatserve.",),
     "chatserve.cli": ("chatserve.",),

@@ -117,6 +117,11 @@ class Following:
             relay.seq = seq
         return True
 
+    def break_off(self, user: UserId, session: SessionId) -> None:
+        """Whatever is known here of a session is not to be built on."""
+        self.give_way(user, session)
+        self._break_off(user, session)
+
     async def caught_up(self, user: UserId, session: SessionId, seq: int) -> None:
         """Wait a little until events up to `seq` have been published here, if anyone follows."""
         relay = self._relays.get((user, session))

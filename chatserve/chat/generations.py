@@ -252,7 +252,7 @@ class Generations:
             self._drop(generation)
             return
         except LeaseLostError:
-            self._sessions.lose(live.user, live.session)
+            self._refused(generation)
             return
 
         def apply() -> None:

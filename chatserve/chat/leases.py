@@ -77,7 +77,7 @@ class Leases:
                 log.info("no heartbeat: %s", error)
 
     async def acquire(self, user: UserId, session: SessionId) -> int:
-        """The lease of a session; its fence.
+        """Take the lease of a session; its fence.
 
         Raises:
             NotFoundError: there is no such session.
@@ -87,7 +87,7 @@ class Leases:
         dead: Owner | None = None
         for _ in range(MOST_STEALS):
             try:
-                return await self._store.acquire(user, session, self.owner, instead_of=dead)
+                return (await self._store.acquire(user, session, self.owner, instead_of=dead)).fence
             except OwnedElsewhereError as elsewhere:
                 if not await self.is_dead(elsewhere.owner):
                     raise

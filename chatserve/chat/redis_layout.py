@@ -11,7 +11,7 @@ Keys carry a hash tag of their user, so that one script sees a session and its i
     chatserve:{user}:tokens:SID         hash         message id -> token ids, packed int32
     chatserve:{user}:order:SID          sorted set   message ids in creation order
     chatserve:{user}:events:SID         stream       SEQ-0 -> event, the last ones
-    chatserve:{user}:generating:SID     hash         message id -> ATTEMPT.FENCE and first token of its last delta
+    chatserve:{user}:generating:SID     hash         message id -> ATTEMPT.FENCE, place of an empty delta
     chatserve:{user}:live-text:SID:MID  string       what was appended to `texts` since the message was put
     chatserve:{user}:live-tokens:SID:MID
     chatserve:{user}:writes:SID         list         ids and results of the last writes

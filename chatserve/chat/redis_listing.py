@@ -50,6 +50,25 @@ class SessionListing:
         more, page = len(kept) > limit, kept[:limit]
         return SessionPage(tuple(page), _make_cursor(page[-1]) if more else None)
 
+    async def untouched(self, before: float) -> AsyncGenerator[tuple[UserId, SessionId], None]:
+        """See `Store.untouched`."""
+        limit = f"({before!r}".encode()
+        cursor = 0
+        while True:
+            next_cursor, names = await self._link.command("list users", "SSCAN", "chatserve:users", cursor)
+            users = [UserId(name.decode()) for name in names]
+            replies = await self._link.commands(
+                "list old sessions",
+                [("ZRANGEBYSCORE", Keys(user).of("index"), "-inf", limit) for user in users],
+            )
+            for user, reply in zip(users, replies, strict=True):
+                raise_error(reply)
+                for session in reply:
+                    yield user, SessionId(session.decode())
+            cursor = int(next_cursor)
+            if cursor == 0:
+                return
+
     async def _batches(
         self, user: UserId, limit: int, place: tuple[float, SessionId], wanted: str
     ) -> AsyncGenerator[list[SessionSummary], None]:

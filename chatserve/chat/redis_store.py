@@ -37,6 +37,7 @@ from chatserve.chat.redis_workers import RedisWorkers
 from chatserve.chat.store import (
     Committed,
     Delta,
+    Lease,
     LeaseLostError,
     OwnedElsewhereError,
     SessionPage,
@@ -48,7 +49,7 @@ from chatserve.errors import ConflictError, NotFoundError, StartupError, StoreUn
 from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -127,15 +128,17 @@ class RedisStore:
         """See `Store.open_feed`."""
         return RedisFeed(self._link, owner)
 
-    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+    async def acquire(
+        self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None
+    ) -> Lease:
         """See `Store.acquire`."""
         names = Keys(user).session(session, "session", "generating")
         lost = encode_letter(LeaseTaken(user, session))
         args = (owner.encode(), (instead_of or "").encode(), LETTERS.encode(), lost)
         reply = await self._link.script("take over a session", self._acquire, Call(names, args))
         match reply:
-            case [b"ok", int(fence)]:
-                return fence
+            case [b"ok", int(fence), int(seq)]:
+                return Lease(fence, seq)
             case [b"held", bytes(holder)]:
                 raise OwnedElsewhereError(Owner(holder.decode()))
             case [b"missing"]:
@@ -196,7 +199,7 @@ class RedisStore:
         args += [int(change.create), int(change.delete), record, title, repr(updated_at).encode(), digest, answer]
         args += [self._event_history, EVENTS_TTL_S, REQUEST_TTL_S, WRITES_TTL_S, TOMBSTONE_TTL_S, WRITES_KEPT]
         args += [change.fence, change.owner.encode(), keys.news(change.session), request_id]
-        args += [keys.of("list"), change.announcement]
+        args += [keys.of("list"), change.announcement, change.seq]
         quota = change.quota
         args += [-1 if most is None else most for most in (quota.sessions, quota.stored_bytes, quota.generations)]
         puts = [tuple(put_arguments(message)) for message in change.puts]
@@ -267,6 +270,11 @@ class RedisStore:
         """See `Store.list_sessions`."""
         return await self._listing.page(user, limit, cursor, query)
 
+    async def untouched(self, before: float) -> AsyncIterator[tuple[UserId, SessionId]]:
+        """See `Store.untouched`."""
+        async for pair in self._listing.untouched(before):
+            yield pair
+
     async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:
         """See `Store.unfinished`."""
         found: list[tuple[UserId, SessionId]] = []
@@ -294,6 +302,6 @@ def _chunks(deltas: Sequence[Delta]) -> Iterator[Sequence[Delta]]:
 
 def _append_result(delta: Delta, seq: int) -> int | None:
     if seq < 0:
-        # Our bug, but one message's: the other deltas of the step are written.
-        logger.error("message %s: a delta was lost or sent again with other content", delta.message)
+        # The store went back, or it is a bug of ours; but one message's: the other deltas of the step are written.
+        logger.error("message %s: a delta does not follow what the store has", delta.message)
     return seq if seq > 0 else None

@@ -132,12 +132,12 @@ class Runtime:
             StoreUnavailableError: the store is away.
         """
         # Whoever sees us alive may write to us.
-        self._run(self._hear(), "store feed")
+        self.run(self._hear(), "store feed")
         await self.core.leases.join()
-        self._run(self.core.leases.beat(), "heartbeat")
-        self._run(self.core.link.listen(), "engine events")
-        self._run(self.core.generations.write(), "text writer")
-        self._run(self.engine_watch.run(), "engine watch")
+        self.run(self.core.leases.beat(), "heartbeat")
+        self.run(self.core.link.listen(), "engine events")
+        self.run(self.core.generations.write(), "text writer")
+        self.run(self.engine_watch.run(), "engine watch")
 
     async def close(self) -> None:
         """Hand over what is being generated, or interrupt it and wait a little for that to be stored, and stop."""
@@ -179,7 +179,8 @@ class Runtime:
         if user not in self._users:
             await self.feed.unfollow_user(user)
 
-    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Keep something going until the end."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._watch)
         self._tasks.append(task)

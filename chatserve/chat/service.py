@@ -18,6 +18,7 @@ from chatserve.chat.completion import Chunk, complete
 from chatserve.chat.core import PublishChanged
 from chatserve.chat.engine_link import EngineClient
 from chatserve.chat.events import AnyEvent
+from chatserve.chat.expiry import Expiry
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.requests import Requests
 from chatserve.chat.routing import Router
@@ -60,6 +61,7 @@ class ChatService:
         owner: Owner | None = None,
         resumes: bool = True,
         beat_s: float = BEAT_S,
+        expiry_s: float = 0.0,
         orphan_grace_s: float = 60.0,
         engine_patience_s: float = 300.0,
         engine_silence_s: float = 10.0,
@@ -72,10 +74,11 @@ class ChatService:
         process wrote, some of them perhaps twice; `break_off` is called when they cannot be had any more, and whoever
         follows must come back for a snapshot. `publish_health` gets a component and the time since which it has been
         away, None when it is back. `owner` names this process among those that share the store. When one of them dies
-        the others go on with its unfinished answers, or, unless they are to `resume`, mark them as interrupted. What
-        waits for an engine longer than `engine_patience_s` is interrupted; one that says nothing for
-        `engine_silence_s` counts as away. `on_crash` is called when one of the service's own tasks dies of a bug (None:
-        the process is told to end). `clock` is in seconds since the epoch.
+        the others go on with its unfinished answers, or, unless they `resume`, mark them as interrupted. Sessions that
+        nobody changed for `expiry_s` are deleted, where that is not 0. What waits for an engine longer than
+        `engine_patience_s` is interrupted; one that says nothing for `engine_silence_s` counts as away. `on_crash` is
+        called when one of the service's own tasks dies of a bug (None: the process is told to end). `clock` is in
+        seconds since the epoch.
         """
         self._runtime = Runtime(
             store=store,
@@ -102,6 +105,7 @@ class ChatService:
         self._requests = Requests(self._core.store)
         self._session_requests = sessions = SessionRequests(self._core)
         self._turns = turns = Turns(self._core)
+        self._expiry = Expiry(self._core.store, sessions, age_s=expiry_s, clock=clock) if expiry_s else None
         self._router = Router(self._requests, sessions, turns, self._runtime.forwarding, self._runtime.health)
         self._typing = Typing(self._core)
 
@@ -112,6 +116,8 @@ class ChatService:
             StoreUnavailableError: the store is away.
         """
         await self._runtime.start()
+        if self._expiry is not None:
+            self._runtime.run(self._expiry.run(), "expiry")
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new turns from now on, and wait for those that are being answered to end."""

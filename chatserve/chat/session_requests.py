@@ -12,6 +12,7 @@ from chatserve.chat import transfer
 from chatserve.chat.events import SessionDeleted, SessionUpdated
 from chatserve.chat.live_session import LiveSession
 from chatserve.chat.quotas import Quota, quota_of
+from chatserve.chat.requests import Request
 from chatserve.chat.store import MessageRecord, SessionPage, SessionRecord, SessionState, Transaction
 from chatserve.errors import BadParamsError, BusyError, ChatError
 from chatserve.types import MessageId, SessionId, UserId, validate_params
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from chatserve.chat.core import Core
-    from chatserve.chat.requests import Request
 
 _FIRST_FENCE = 1
 """Of the lease that whoever creates a session has with it."""
@@ -92,6 +92,18 @@ class SessionRequests:
                     await self._delete(request, live)
                     return
             await core.generations.stop_and_wait(running)
+
+    async def expire(self, user: UserId, session: SessionId, before: float) -> bool:
+        """Delete a session, unless it was changed since, or somebody here looks at it.
+
+        Raises:
+            NotFoundError, OwnedElsewhereError, LeaseLostError: it is not ours to delete.
+        """
+        async with self._core.sessions.changing(user, session) as live:
+            if live.record.updated_at >= before or live.generations or live.num_subscribers:
+                return False
+            await self._delete(Request(user, f"expiry of {session}", ""), live)
+            return True
 
     async def fork(self, request: Request, user: UserId, session: SessionId, message: MessageId) -> None:
         core = self._core

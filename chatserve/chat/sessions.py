@@ -139,13 +139,26 @@ class Sessions:
         return True
 
     async def check_lease(self, live: LiveSession) -> None:
-        """After the store refused a write: find out whether the lease is still ours."""
+        """Find out whether a lease is still ours, and whether the store still has what it had.
+
+        A replica that became the primary may lack the last writes. Then what is in memory is not the truth, and what is
+        on its way must not be written: the session is read again, under another fence, and its followers start afresh.
+        """
+        user, session = live.user, live.session
         try:
-            fence = await self._store.acquire(live.user, live.session, self._leases.owner)
+            lease = await self._store.acquire(user, session, self._leases.owner)
         except (OwnedElsewhereError, NotFoundError):
-            fence = -1
-        if fence != live.fence:
-            self.lose(live.user, live.session)
+            self.lose(user, session)
+            return
+        if lease.fence != live.fence:
+            self.lose(user, session)
+        elif lease.seq < live.seq and self.peek(user, session) is live:
+            log.error("session %s: the store has lost events %d to %d", session, lease.seq + 1, live.seq)
+            self.lose(user, session)
+            self._following.break_off(user, session)
+            await self._store.release(user, session, lease.fence)
+            with contextlib.suppress(NotFoundError, OwnedElsewhereError, LeaseLostError):
+                await self.get(user, session)
 
     def set_subscribers(self, session: SessionId, count: int) -> LiveSession | None:
         if count:
@@ -188,12 +201,12 @@ class Sessions:
             LeaseLostError: another process has the session; nothing was changed, unless it had been before.
         """
         try:
-            committed = await self._store.commit(msgspec.structs.replace(change, fence=live.fence))
+            committed = await self._store.commit(msgspec.structs.replace(change, fence=live.fence, seq=live.seq))
         except StoreUnavailableError:
             live.is_uncertain = True
             raise
         except LeaseLostError:
-            self.lose(live.user, live.session)
+            await self.check_lease(live)
             raise
         if committed.answer is not None:
             return committed.answer
@@ -201,9 +214,9 @@ class Sessions:
         return None
 
     async def check_leases(self) -> None:
-        """After the feed was interrupted: whoever follows a session here must know whether it is still ours."""
+        """After the feed was interrupted: what is in memory must still be ours, and the truth."""
         for live in self:
-            if live.num_subscribers and not live.is_lost:
+            if not live.is_lost:
                 await self.check_lease(live)
 
     async def settle(self) -> None:

@@ -22,7 +22,7 @@ from chatserve.errors import ChatError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 
 class OwnedElsewhereError(ChatError):
@@ -147,6 +147,8 @@ class Transaction(msgspec.Struct, frozen=True, kw_only=True):
     """A retry with the same id (of this session's last writes) returns the first result and changes nothing."""
     fence: int = 0
     """Of the writer's lease; that of a new session, where it creates one."""
+    seq: int = 0
+    """Of the last event that the writer knows. A store that has not got so far has lost something."""
     owner: Owner = Owner("")
     """Who gets the lease of a session that it creates."""
     quota: Quota = Quota()
@@ -164,12 +166,19 @@ class Committed(msgspec.Struct, frozen=True):
     answer: bytes | None = None
 
 
+class Lease(msgspec.Struct, frozen=True):
+    """The fence to write with, and the number of the session's last event."""
+
+    fence: int
+    seq: int
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Text and tokens to append to a message that is being generated, with one event.
 
     (message, attempt, `first_token`) is its write id: a repeat returns the first result, and must be unchanged: after a
-    failure send the same deltas again, not a merger of them. `first_token` rises from delta to delta of an attempt, so
-    each but the last has tokens.
+    failure send the same deltas again, not a merger of them. `first_token` counts the tokens that the attempt has had
+    before, so each delta but the last has tokens; one that does not follow what is there is refused.
     """
 
     user: UserId
@@ -192,9 +201,11 @@ class Store(Protocol):
         """A new way to hear what others write, for one process."""
         ...
 
-    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+    async def acquire(
+        self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None
+    ) -> Lease:
         """Take a session's lease where it is free, is ours already, or is that of `instead_of`, whom the caller knows
-        to be dead; the fence to write with. Whoever held it before can write no more, and is told so.
+        to be dead. Whoever held it before can write no more, and is told so.
 
         Raises:
             NotFoundError: the session does not exist, or was deleted.
@@ -213,13 +224,13 @@ class Store(Protocol):
             NotFoundError: the session does not exist, or was deleted.
             ConflictError: the idempotency key was used with another body, or the session to create exists.
             QuotaExceededError, RateLimitedError: the user would have more than the change's `quota`.
-            LeaseLostError: the fence is not that of the session's lease.
+            LeaseLostError: the fence is not that of the session's lease, or the store is behind `seq`.
         """
         ...
 
     async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
         """One pipelined write; each delta's event number, or None where its session or message is gone, is no longer
-        generating under that attempt, or its lease is another's.
+        generating under that attempt, its lease is another's, or the text before it is not there.
         """
         ...
 
@@ -243,6 +254,10 @@ class Store(Protocol):
         Raises:
             BadParamsError: the cursor is not one of ours.
         """
+        ...
+
+    def untouched(self, before: float) -> AsyncIterator[tuple[UserId, SessionId]]:
+        """The sessions of all users that were last changed before a time (seconds since the epoch)."""
         ...
 
     async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.feed import Feed
-from chatserve.chat.store import Committed, Delta, SessionPage, SessionState, Store, Transaction
+from chatserve.chat.store import Committed, Delta, Lease, SessionPage, SessionState, Store, Transaction
 from chatserve.chat.workers import Owner, WorkerRegistry
 from chatserve.errors import StoreUnavailableError
 from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 T = TypeVar("T")
 
@@ -31,7 +32,9 @@ class WatchedStore:
     def open_feed(self, owner: Owner) -> Feed:
         return self._store.open_feed(owner)
 
-    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+    async def acquire(
+        self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None
+    ) -> Lease:
         return await self._watch(self._store.acquire(user, session, owner, instead_of=instead_of))
 
     async def release(self, user: UserId, session: SessionId, fence: int) -> None:
@@ -54,6 +57,12 @@ class WatchedStore:
 
     async def list_sessions(self, user: UserId, limit: int, cursor: str | None, query: str | None) -> SessionPage:
         return await self._watch(self._store.list_sessions(user, limit, cursor, query))
+
+    async def untouched(self, before: float) -> AsyncIterator[tuple[UserId, SessionId]]:
+        found = self._store.untouched(before)
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield await self._watch(anext(found))
 
     async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:
         return await self._watch(self._store.unfinished(sessions))

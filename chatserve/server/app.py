@@ -142,6 +142,7 @@ async def running(
         break_off=hub.break_off,
         owner=owner,
         resumes=serve.on_restart == "resume",
+        expiry_s=serve.session_expiry_days * 86400,
         orphan_grace_s=serve.orphan_grace_s,
         engine_silence_s=serve.engine_silence_s,
     )

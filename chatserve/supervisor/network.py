@@ -118,20 +118,20 @@ async def ping_redis(url: str, *, timeout_s: float = 5.0) -> None:
         StartupError: it does not.
     """
     # Imported here: it takes a tenth of a second, and only servers with a Redis of their own need it.
-    from redis.asyncio import Redis  # noqa: PLC0415
-    from redis.exceptions import RedisError  # noqa: PLC0415
+    from chatserve.chat.redis_link import RedisLink  # noqa: PLC0415
+    from chatserve.errors import StoreUnavailableError  # noqa: PLC0415
 
     shown = without_password(url)
     try:
-        client = Redis.from_url(url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s)
+        link = RedisLink(url, timeout_s=timeout_s)
     except ValueError as error:
         raise StartupError(f"--redis-url {shown}: {error}") from error
     try:
-        await client.ping()
-    except (RedisError, OSError) as error:
-        reason = str(error).strip().rstrip(".") or type(error).__name__
+        await link.command("answer a ping", "PING")
+    except StoreUnavailableError as error:
+        reason = error.detail.partition(": ")[2].strip().rstrip(".")
         raise StartupError(
             f"cannot reach Redis at {shown} ({reason}); start it, or leave --redis-url out to use the built-in store"
         ) from error
     finally:
-        await client.aclose()
+        await link.close()

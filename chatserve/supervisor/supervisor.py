@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -44,14 +44,16 @@ class EmbeddedStoreLike(Protocol):
         """The exit status; None while it runs."""
 
 
-StoreFactory = Callable[[Path, Path], EmbeddedStoreLike]
-"""From the data directory and the path of the Unix socket."""
+class StoreFactory(Protocol):
+    def __call__(
+        self, data_dir: Path, socket_path: Path, *, fsync: Literal["everysec", "always"]
+    ) -> EmbeddedStoreLike: ...
 
 
-def _embedded_store(data_dir: Path, socket_path: Path) -> EmbeddedStoreLike:
+def _embedded_store(data_dir: Path, socket_path: Path, *, fsync: Literal["everysec", "always"]) -> EmbeddedStoreLike:
     from chatserve.supervisor.embedded_store import EmbeddedStore  # noqa: PLC0415 - not needed with a Redis elsewhere
 
-    return EmbeddedStore(data_dir, socket_path)
+    return EmbeddedStore(data_dir, socket_path, fsync=fsync)
 
 
 ResolveModel = Callable[[str, Path], Path | None]
@@ -244,7 +246,7 @@ class Supervisor:
         )
 
     async def _start_store(self, socket_path: Path) -> str:
-        self._store = self._store_factory(self._settings.data_dir, socket_path)
+        self._store = self._store_factory(self._settings.data_dir, socket_path, fsync=self._settings.store_fsync)
         await asyncio.to_thread(self._store.start)
         return self._store.url
 

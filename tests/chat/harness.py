@@ -161,6 +161,7 @@ class Harness:
         place: str | None = None,
         resumes: bool = True,
         beat_s: float = 1.0,
+        expiry_s: float = 0.0,
         **engine: Any,
     ) -> None:
         self.encoder = encoder
@@ -175,6 +176,7 @@ class Harness:
         self.owner = owner_name(place or uuid.uuid4().hex, uuid.uuid4().hex)
         self.resumes = resumes
         self.beat_s = beat_s
+        self.expiry_s = expiry_s
         self.crashed = False
         self.crashes: list[str] = []
         self.mirrors: dict[str, Mirror] = {}
@@ -199,6 +201,7 @@ class Harness:
             owner=self.owner,
             resumes=self.resumes,
             beat_s=self.beat_s,
+            expiry_s=self.expiry_s,
             publish_changed=self._publish_changed,
             publish_health=self._publish_health,
             orphan_grace_s=self.orphan_grace_s,

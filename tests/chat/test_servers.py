@@ -4,6 +4,7 @@ dead go on with the same text."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from typing import Any
 
@@ -441,3 +442,55 @@ async def test_servers_that_come_and_go_lose_and_double_nothing(encoders: Encode
     finally:
         for one in alive:
             await one.__aexit__()
+
+
+async def test_a_store_that_lost_its_last_writes_is_believed(encoders: Encoders) -> None:
+    """As after a failover: a replica becomes the primary before it has heard of everything."""
+    wanted = await undisturbed(encoders, "on", **SAMPLED, max_tokens=200)
+    store = MemoryStore()
+    async with server(encoders, store, "a") as a:
+        session = await a.create(params={**SAMPLED, "max_tokens": 200})
+        lost = await a.create(params={"max_tokens": 3})
+        _, reply = await a.say(session, "on")
+        await a.writing(session, reply, 20)
+        older = copy.deepcopy(store._sessions)
+        await a.turn(lost, "never happened")
+        await a.writing(session, reply, 60)
+        a.client.pause()
+        store._sessions = older
+        store.feeds.interrupt()
+        await a.until(lambda: set(a.broken_off) == {session, lost})
+        a.client.resume()
+        await a.follow(session)
+        await a.follow(lost)
+        await a.ended(session, reply)
+        assert a.text(session, reply) == wanted
+        assert not a.mirrors[lost].messages
+        await a.turn(lost, "happened", max_tokens=2)
+        await agree(a)
+        await a.idle()
+
+
+async def test_old_conversations_expire_unless_something_happens_in_them(encoders: Encoders) -> None:
+    store = MemoryStore()
+    async with server(encoders, store, "a", expiry_s=100.0) as a, server(encoders, store, "b", expiry_s=100.0) as b:
+        a.now = b.now = 1000.0
+        old, running, watched, elsewhere = [await a.create(params={"max_tokens": 3900}) for _ in range(4)]
+        _, reply = await a.say(running, "on")
+        await a.writing(running, reply)
+        a.now = b.now = 1050.0
+        young = await a.create()
+        for session in (old, running, elsewhere, young):
+            await a.unfollow(session)
+        await b.follow(elsewhere)
+        await b.call("update_session", session=elsewhere, params={"max_tokens": 1})
+        a.now = b.now = 1120.0
+        assert [await one.service._expiry.once() for one in (b, a)] == [0, 1]
+        left = (await a.service.list_sessions(ANN)).sessions
+        assert {found.session for found in left} == {running, watched, elsewhere, young}
+        await b.until(lambda: (old, None, True) in a.changed)
+        a.now = b.now = 1300.0
+        await a.call("stop_generation", session=running, message=reply)
+        assert [await one.service._expiry.once() for one in (a, b)] == [1, 0]
+        left = (await a.service.list_sessions(ANN)).sessions
+        assert {found.session for found in left} == {running, watched, elsewhere}

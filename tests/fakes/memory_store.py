@@ -22,6 +22,7 @@ from chatserve.chat.quotas import over_quota
 from chatserve.chat.store import (
     Committed,
     Delta,
+    Lease,
     LeaseLostError,
     MessageRecord,
     OwnedElsewhereError,
@@ -37,7 +38,7 @@ from chatserve.types import MessageId, SessionId, UserId
 from tests.fakes.memory_workers import MemoryFeed, MemoryFeeds, MemoryWorkers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 WRITES_KEPT = 64
 NOBODY = Owner("")
@@ -54,8 +55,9 @@ class _Session:
     bodies: dict[MessageId, int] = field(default_factory=dict)
     """Bytes of each message's text and token ids, as they were put."""
     live: dict[MessageId, tuple[int, int]] = field(default_factory=dict)
-    """Of each generating message: its attempt and the last delta's `first_token`."""
-    deltas: dict[tuple[MessageId, int, int], tuple[int, Delta]] = field(default_factory=dict)
+    """Of each generating message: its attempt and how many tokens were appended to it."""
+    deltas: dict[tuple[MessageId, int, int, int], tuple[int, str]] = field(default_factory=dict)
+    """By message, attempt, first token and number of tokens: event number and text."""
 
 
 def _size(record: MessageRecord | SessionRecord) -> int:
@@ -106,7 +108,9 @@ class MemoryStore:
     def open_feed(self, owner: Owner) -> MemoryFeed:
         return MemoryFeed(self.feeds, owner)
 
-    async def acquire(self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None) -> int:
+    async def acquire(
+        self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None
+    ) -> Lease:
         await self._turn()
         found = self._sessions.get((user, session))
         if found is None:
@@ -117,7 +121,7 @@ class MemoryStore:
             if found.owner:
                 self.feeds.send(found.owner, encode_letter(LeaseTaken(user, session)))
             found.owner, found.fence = owner, found.fence + 1
-        return found.fence
+        return Lease(found.fence, found.seq)
 
     async def release(self, user: UserId, session: SessionId, fence: int) -> None:
         await self._turn()
@@ -149,7 +153,7 @@ class MemoryStore:
             session = self._sessions[key] = _Session(change.record, change.owner, change.fence if change.owner else 0)
         if session is None:
             raise NotFoundError(f"there is no session {change.session}")
-        if not change.create and session.fence != change.fence:
+        if not change.create and (session.fence != change.fence or session.seq < change.seq):
             raise LeaseLostError
         if not change.create:
             self._check_quota(change)
@@ -221,7 +225,7 @@ class MemoryStore:
             old = session.messages[message.message]
             new = msgspec.structs.replace(message, text=old.text, token_ids=old.token_ids)
         else:
-            session.live[message.message] = (message.attempt, -1)
+            session.live[message.message] = (message.attempt, 0)
             session.deltas = {place: result for place, result in session.deltas.items() if place[0] != message.message}
         session.messages[message.message] = new
 
@@ -242,19 +246,19 @@ class MemoryStore:
         live = session.live.get(delta.message) if session is not None else None
         if session is None or live is None or live[0] != delta.attempt or session.fence != delta.fence:
             return None
-        write_id = (delta.message, delta.attempt, delta.first_token)
-        if write_id in session.deltas:
-            seq, first = session.deltas[write_id]
-            assert first == delta, f"a delta was sent again with other content: {delta} after {first}"
-            return seq
-        assert delta.first_token > live[1], f"first_token must rise above {live[1]}: {delta}"
+        place = (delta.message, delta.attempt, delta.first_token, len(delta.token_ids))
+        if delta.first_token < live[1] or (not delta.token_ids and place in session.deltas):
+            seq, text = session.deltas.get(place, (None, ""))
+            return seq if text == delta.text else None
+        if delta.first_token > live[1]:
+            return None
         message = session.messages[delta.message]
         session.messages[delta.message] = msgspec.structs.replace(
             message, text=message.text + delta.text, token_ids=message.token_ids + delta.token_ids
         )
-        session.live[delta.message] = (delta.attempt, delta.first_token)
+        session.live[delta.message] = (delta.attempt, live[1] + len(delta.token_ids))
         seq = self._emit(session, GenerationDelta(session=delta.session, message=delta.message, text=delta.text))
-        session.deltas[write_id] = (seq, delta)
+        session.deltas[place] = (seq, delta.text)
         self.feeds.tell(News(user=delta.user, session=delta.session, events=(session.events[-1],)))
         return seq
 
@@ -299,6 +303,12 @@ class MemoryStore:
         ]
         return SessionPage(tuple(page), _make_cursor(page[-1]) if len(rest) > limit else None)
 
+    async def untouched(self, before: float) -> AsyncIterator[tuple[UserId, SessionId]]:
+        await self._turn()
+        for key, found in list(self._sessions.items()):
+            if found.record.updated_at < before:
+                yield key
+
     async def unfinished(self, sessions: Sequence[tuple[UserId, SessionId]]) -> list[tuple[UserId, SessionId]]:
         await self._turn()
         return [key for key in sessions if key in self._sessions and self._sessions[key].live]
@@ -308,6 +318,11 @@ class MemoryStore:
 
     async def close(self) -> None:
         pass
+
+    def num_appended(self, user: UserId, session: SessionId, message: MessageId) -> int:
+        """Tokens that a message has had appended in its present attempt."""
+        found = self._sessions.get((user, session))
+        return 0 if found is None else found.live.get(message, (0, 0))[1]
 
     def raw(self, user: UserId, session: SessionId) -> list[Event]:
         """The kept events, without waiting."""

@@ -80,8 +80,8 @@ async def test_one_owner_has_a_lease_until_it_is_released_or_known_to_be_dead(st
     with pytest.raises(NotFoundError):
         await store.acquire(user, SESSION, A)
     await store.commit(create(user))
-    assert await store.acquire(user, SESSION, A) == 1
-    assert await store.acquire(user, SESSION, A) == 1, "it has it"
+    assert (await store.acquire(user, SESSION, A)).fence == 1
+    assert (await store.acquire(user, SESSION, A)).fence == 1, "it has it"
     for instead_of in (None, Owner("place-c/1"), B):
         with pytest.raises(OwnedElsewhereError) as held:
             await store.acquire(user, SESSION, B, instead_of=instead_of)
@@ -90,15 +90,15 @@ async def test_one_owner_has_a_lease_until_it_is_released_or_known_to_be_dead(st
     with pytest.raises(OwnedElsewhereError):
         await store.acquire(user, SESSION, B)
     await store.release(user, SESSION, 1)
-    assert await store.acquire(user, SESSION, B) == 2
-    assert await store.acquire(user, SESSION, A, instead_of=B) == 3
+    assert (await store.acquire(user, SESSION, B)).fence == 2
+    assert (await store.acquire(user, SESSION, A, instead_of=B)).fence == 3
     assert (await store.load(user, SESSION)).fence == 3
 
 
 async def test_a_stale_owner_can_write_nothing(store: RedisStore, user: UserId) -> None:
     await store.commit(msgspec.structs.replace(create(user, SESSION, generating("m1")), owner=A, fence=1))
     assert await store.append([delta(user, "m1", 0, "a", fence=1)]) == [1]
-    assert await store.acquire(user, SESSION, B, instead_of=A) == 2
+    assert (await store.acquire(user, SESSION, B, instead_of=A)).fence == 2
     assert await store.append([delta(user, "m1", 1, "stale", fence=1)]) == [None]
     for stale in (change(user, events=(selected(),), fence=1), change(user, delete=True, fence=1)):
         with pytest.raises(LeaseLostError):
@@ -252,8 +252,9 @@ async def test_a_store_of_version_1_is_brought_up_to_date_with_its_unfinished_an
     noted = await one.workers.noted(dead)
     assert await two.unfinished(noted) == [(user, SESSION)]
     assert await one.workers.standings([dead]) == [Standing.SILENT]
-    fence = await two.acquire(user, SESSION, A)
-    assert await two.append([delta(user, "m1", 1, "and more", fence=fence)]) == [2]
+    lease = await two.acquire(user, SESSION, A)
+    assert lease.seq == 1
+    assert await two.append([delta(user, "m1", 1, "and more", fence=lease.fence)]) == [2]
     state = await one.load(user, SESSION)
     assert state.messages[0].text == "kept and more"
     with own_server._client() as client:

@@ -17,7 +17,7 @@ from chatserve.chat.events import (
     Usage,
 )
 from chatserve.chat.redis_store import RedisStore, open_store
-from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Transaction
+from chatserve.chat.store import Delta, Idempotency, LeaseLostError, MessageRecord, SessionRecord, Transaction
 from chatserve.errors import BadParamsError, ConflictError, NotFoundError
 from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.types import MessageId, SessionId, UserId
@@ -229,12 +229,26 @@ async def test_putting_a_message_that_goes_on_generating_keeps_what_was_appended
     store: RedisStore, user: UserId
 ) -> None:
     await store.commit(create(user, SESSION, generating("m1", text="Once ", token_ids=(1,))))
-    await store.append([delta(user, "m1", 5, "upon")])
+    await store.append([delta(user, "m1", 0, "upon")])
     await store.commit(change(user, puts=(generating("m1", text="stale", child=MessageId("c")),)))
-    await store.append([delta(user, "m1", 6, " a")])
+    await store.append([delta(user, "m1", 1, " a")])
     state = await store.load(user, SESSION)
     assert state is not None
-    assert state.messages[0] == generating("m1", text="Once upon a", token_ids=(1, 5, 6), child=MessageId("c"))
+    assert state.messages[0] == generating("m1", text="Once upon a", token_ids=(1, 0, 1), child=MessageId("c"))
+
+
+async def test_a_delta_that_does_not_follow_what_is_there_is_refused(store: RedisStore, user: UserId) -> None:
+    """A store that lost its last writes must not get what came after them."""
+    await store.commit(create(user, SESSION, generating("m1")))
+    assert await store.append([delta(user, "m1", 1, "too early"), delta(user, "m1", 0, "a")]) == [None, 1]
+    assert await store.append([delta(user, "m1", 2, "too early"), delta(user, "m1", 1, "b")]) == [None, 2]
+    empty = delta(user, "m1", 2, "no token", token_ids=())
+    assert await store.append([empty, empty, delta(user, "m1", 2, "c"), empty]) == [3, 3, 4, 3]
+    state = await store.load(user, SESSION)
+    assert (state.messages[0].text, state.messages[0].token_ids) == ("abno tokenc", (0, 1, 2))
+    with pytest.raises(LeaseLostError):
+        await store.commit(change(user, events=(selected(),), seq=5))
+    assert (await store.commit(change(user, events=(selected(),), seq=4))).first_seq == 5
 
 
 async def test_a_continued_message_starts_from_the_text_that_was_put(store: RedisStore, user: UserId) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from chatserve.chat.events import BranchSelected
+from chatserve.chat.redis_clients import MAX_CONNECTIONS, MAX_READ_CONNECTIONS
 from chatserve.chat.redis_layout import SCHEMA
-from chatserve.chat.redis_link import MAX_CONNECTIONS, MAX_READ_CONNECTIONS, RedisLink
+from chatserve.chat.redis_link import RedisLink
 from chatserve.chat.redis_store import RedisStore, open_store
 from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Transaction
 from chatserve.chat.workers import Owner
@@ -379,7 +380,7 @@ async def test_a_url_that_is_none_is_refused_in_one_line(url: str) -> None:
 async def test_each_scheme_has_its_kind_of_connection() -> None:
     for url, kind in (("redis://h", "Connection"), ("rediss://h", "SSLConnection"), ("unix:///s", "Unix")):
         link = RedisLink(url)
-        assert link._redis.connection_pool.connection_class.__name__.startswith(kind)
+        assert link._clients.main.connection_pool.connection_class.__name__.startswith(kind)
         await link.close()
 
 

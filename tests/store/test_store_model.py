@@ -24,7 +24,7 @@ from chatserve.chat.events import AnyEvent, BranchSelected, MessageUpdated, Sess
 from chatserve.chat.quotas import Quota
 from chatserve.chat.redis_layout import Keys
 from chatserve.chat.redis_store import open_store
-from chatserve.chat.store import Delta, Idempotency, MessageRecord, SessionRecord, Store, Transaction
+from chatserve.chat.store import Delta, Idempotency, Lease, MessageRecord, SessionRecord, Store, Transaction
 from chatserve.chat.workers import Owner
 from chatserve.errors import ChatError
 from chatserve.supervisor.embedded_store import EmbeddedStore
@@ -99,7 +99,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.user = UserId(f"u{{}}{uuid.uuid4()}")
         self.real = self.runner.run(open_store(self.server.url, event_history=4096))
         self.model = MemoryStore(event_history=4096)
-        self.next_token: dict[tuple[SessionId, MessageId], int] = {}
         self.appended: list[Delta] = []
         self.writes: list[Transaction] = []
         self.fences: dict[SessionId, int] = {}
@@ -196,8 +195,8 @@ class StoreMachine(RuleBasedStateMachine):
     def append(self, places: list[tuple[SessionId, MessageId, int, str, int]]) -> None:
         step = []
         for number, (session, message, attempt, text, num_tokens) in enumerate(places):
-            first_token = self.next_token.get((session, message), 0)
-            self.next_token[session, message] = first_token + max(1, num_tokens)
+            in_step = sum(len(d.token_ids) for d in step if (d.session, d.message) == (session, message))
+            first_token = self.model.num_appended(self.user, session, message) + in_step + (number == 4)
             step.append(
                 Delta(
                     user=self.user,
@@ -265,10 +264,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(session=sessions, owner=owners, instead_of=st.one_of(st.none(), owners))
     def acquire(self, session: SessionId, owner: Owner, instead_of: Owner | None) -> None:
-        fence = self.both(lambda store: store.acquire(self.user, session, owner, instead_of=instead_of))
-        if isinstance(fence, int):
-            assert fence >= self.fences.get(session, 0)
-            self.fences[session] = fence
+        lease = self.both(lambda store: store.acquire(self.user, session, owner, instead_of=instead_of))
+        if isinstance(lease, Lease):
+            assert lease.fence >= self.fences.get(session, 0)
+            self.fences[session] = lease.fence
 
     @rule(session=sessions, age=st.integers(0, 1))
     def release(self, session: SessionId, age: int) -> None:

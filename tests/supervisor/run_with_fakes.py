@@ -17,7 +17,7 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 class FakeStore:
     url = "unix:///nowhere"
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def start(self) -> None:

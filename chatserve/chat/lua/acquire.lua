@@ -2,17 +2,17 @@
 --
 -- KEYS  1 session  2 generating
 -- ARGV  1 owner  2 whom it may be taken from ('' nobody)  3 what their channel's name begins with  4 what to tell them
--- Returns {'ok', fence} | {'held', owner} | {'missing'}
+-- Returns {'ok', fence, seq} | {'held', owner} | {'missing'}
 
 local session, generating, owner = KEYS[1], KEYS[2], ARGV[1]
 
-local state = redis.call('HMGET', session, 'record', 'owner', 'fence')
+local state = redis.call('HMGET', session, 'record', 'owner', 'fence', 'seq')
 if not state[1] then
   return {'missing'}
 end
 local holder = state[2] or ''
 if holder == owner then
-  return {'ok', tonumber(state[3])}
+  return {'ok', tonumber(state[3]), tonumber(state[4])}
 elseif holder ~= '' and holder ~= ARGV[2] then
   return {'held', holder}
 end
@@ -28,4 +28,4 @@ end
 if holder ~= '' then
   redis.call('PUBLISH', ARGV[3] .. holder, ARGV[4])
 end
-return {'ok', fence}
+return {'ok', fence, tonumber(state[4])}

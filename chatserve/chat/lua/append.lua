@@ -6,7 +6,7 @@
 --       then for each delta: message id, ATTEMPT.FENCE, first token, place (message, attempt, first token, number of
 --       tokens), text, tokens, session channel
 -- Returns for each delta its event's seq; 0 where the message is no longer generated under this attempt and fence; -1
--- where this delta's place is taken by another one.
+-- where its place is taken by another one, or does not follow what is there.
 
 local call, pack = redis.call, struct.pack
 local history = ARGV[1]
@@ -19,13 +19,15 @@ for i = 1, #KEYS / 5 do
   local place, text, tokens = ARGV[arg + 4], ARGV[arg + 5], ARGV[arg + 6]
 
   local growing = call('HGET', generating, message)
-  local its_attempt, last_first
+  local its_attempt, last_empty
   if growing then
-    its_attempt, last_first = string.match(growing, '^(%S+) (-?%d+)$')
+    its_attempt, last_empty = string.match(growing, '^(%S+) (-?%d+)$')
   end
+  local num_tokens = growing and call('STRLEN', KEYS[key + 5]) / 4
+  local first = tonumber(first_token)
   if its_attempt ~= attempt then
     results[i] = 0
-  elseif tonumber(first_token) <= tonumber(last_first) then
+  elseif first < num_tokens or (tokens == '' and last_empty == first_token) then
     -- A repeat: its first result is in the stream, near the end.
     results[i] = -1
     for _, entry in ipairs(call('XREVRANGE', events, '+', '-', 'COUNT', history)) do
@@ -35,6 +37,8 @@ for i = 1, #KEYS / 5 do
         break
       end
     end
+  elseif first > num_tokens then
+    results[i] = -1
   else
     local seq = call('HINCRBY', session, 'seq', 1)
     call('XADD', events, 'MAXLEN', '~', history, string.format('%.0f-0', seq), 'delta', place, 'text', text)
@@ -43,8 +47,9 @@ for i = 1, #KEYS / 5 do
     end
     if tokens ~= '' then
       call('APPEND', KEYS[key + 5], tokens)
+    else
+      call('HSET', generating, message, attempt .. ' ' .. first_token)
     end
-    call('HSET', generating, message, attempt .. ' ' .. first_token)
     -- As commit.lua has it.
     call('PUBLISH', ARGV[arg + 7], pack('<I8I4I4I4I4I4I4I4', seq, 2, 0, 0, 0, #place, #text, 0) .. place .. text)
     results[i] = seq

@@ -7,8 +7,9 @@
 --       7 record ('' keeps it)  8 title  9 updated_at  10 digest  11 answer
 --       12 event history  13 event ttl  14 request ttl  15 writes ttl  16 tombstone ttl  17 writes kept   (ttls in seconds)
 --       18 fence  19 owner (of a session to create)  20 session channel  21 request id  22 user channel  23 announcement
---       24 most sessions  25 most bytes  26 most generations of the user (-1: any)  27 bytes of this change
---       28 number of deletes, then each message id
+--       24 seq that the writer knows
+--       25 most sessions  26 most bytes  27 most generations of the user (-1: any)  28 bytes of this change
+--       29 number of deletes, then each message id
 --       then number of puts, each: message id, '1' if generating, attempt, meta, text, tokens
 --       then number of events, each its payload
 -- Returns {'ok', first seq} | {'done', answer} | {'conflict'} | {'exists'} | {'deleted'} | {'missing'} | {'fenced'}
@@ -43,7 +44,7 @@ elseif create and state[1] then
   return {'exists'}
 elseif not create and not state[1] then
   return {'missing'}
-elseif not create and (state[3] or '0') ~= fence then
+elseif not create and ((state[3] or '0') ~= fence or tonumber(state[1]) < tonumber(ARGV[24])) then
   return {'fenced'}
 end
 
@@ -53,11 +54,11 @@ local function over(number, used)
 end
 local used = redis.call('HMGET', usage, 'bytes', 'generating')
 local num_sessions, num_bytes = redis.call('ZCARD', index), tonumber(used[1] or 0)
-if create and over(24, num_sessions + 1) then
+if create and over(25, num_sessions + 1) then
   return {'quota', 'sessions', num_sessions}
-elseif over(25, num_bytes + tonumber(ARGV[27])) then
+elseif over(26, num_bytes + tonumber(ARGV[28])) then
   return {'quota', 'bytes', num_bytes}
-elseif over(26, tonumber(used[2] or 0) + 1) then
+elseif over(27, tonumber(used[2] or 0) + 1) then
   return {'quota', 'generations', tonumber(used[2] or 0)}
 end
 
@@ -85,7 +86,7 @@ local function set_or_clear(key, field, value)
   end
 end
 
-local at = 27
+local at = 28
 local function take()
   at = at + 1
   return ARGV[at]
