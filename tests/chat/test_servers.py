@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chatserve.chat import forwarding, leases
+from chatserve.chat import forwarding, leases, orphans
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import ChatError, NotFoundError, OverloadedError
 from chatserve.types import SessionId
@@ -24,6 +24,7 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(orphans, "LEAST_PAUSE_S", 0.01)
     monkeypatch.setattr(forwarding, "ASK_AGAIN_S", 0.05)
     monkeypatch.setattr(forwarding, "UNHEARD_PAUSE_S", 0.01)
 
