@@ -5,7 +5,7 @@ Owns which step comes next to be booked, and whose rows in it are of no use any 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ class Flights:
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that each request counts what is in flight for it."""
+        num_tokens: Counter[RequestId] = Counter()
+        num_sampled: Counter[RequestId] = Counter()
+        for flight in self._steps:
+            for row in flight.plan.rows:
+                if row.request_id not in flight.gone:
+                    num_tokens[row.request_id] += row.num_tokens
+                    num_sampled[row.request_id] += row.sample
         for request in requests:
-            rows = [
-                row
-                for flight in self._steps
-                if request.request_id not in flight.gone
-                for row in flight.plan.rows
-                if row.request_id == request.request_id
-            ]
-            assert request.num_pending == sum(row.sample for row in rows)
-            assert request.num_scheduled - request.num_computed == sum(row.num_tokens for row in rows)
+            assert request.num_pending == num_sampled[request.request_id]
+            assert request.num_scheduled - request.num_computed == num_tokens[request.request_id]
