@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chatserve_kernels.device_plan import DecodeConfigs
+from chatserve_kernels.device_plan import MERGE_PROGRAMS, DecodeConfigs
 from chatserve_kernels.tiles import HopperTile, Pace, TileConfig
 
 FEW_ROWS = 16
@@ -43,7 +43,9 @@ def default_configs(head_dim: int, *, is_half: bool, max_rows: int) -> DecodeCon
         beside = TileConfig(query_rows=16, key_tokens=tokens // 2, warps=4, stages=3, programs=2)
         wide = TileConfig(query_rows=64, key_tokens=tokens, warps=8, stages=3, programs=1)
         return DecodeConfigs(alone=alone, beside=beside, wide=wide)
-    return DecodeConfigs(alone=alone, beside=NARROW, wide=_wide(64, 4), pace=PACE)
+    # A program merges a row and KV head, of which there are 8 in what was measured.
+    merge_programs = min(MERGE_PROGRAMS, 8 * max_rows)
+    return DecodeConfigs(alone=alone, beside=NARROW, wide=_wide(64, 4), pace=PACE, merge_programs=merge_programs)
 
 
 def prefill_configs(head_dim: int, *, is_half: bool) -> DecodeConfigs:
@@ -74,4 +76,5 @@ NARROW = TileConfig(
     programs=2,
     hopper=HopperTile(stages=3, registers=216, max_registers=128),
 )
-PACE = Pace(wide_tile=1.1, small_tile=1.4, saturating=0.65, start=8.0)
+PACE = Pace(wide_tile=1.3, small_tile=2.0, saturating=0.75, start=8.0)
+"""Both kinds at a time. A wide tile alone takes 1.0; what small tiles ask of memory slows it."""

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from chatserve_kernels.tiles import Pace, TileConfig
 
 
+MERGE_PROGRAMS = 2112
+"""16 a multiprocessor, which is as many as fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeConfigs:
     """Compile-time choices of the decode kernels: small tiles when they run alone, and small ones that share the
@@ -30,7 +34,7 @@ class DecodeConfigs:
     wide: TileConfig
     pace: Pace | None = None
     """None: wide and small tiles are each cut for the whole chip."""
-    merge_programs: int = 2112
+    merge_programs: int = MERGE_PROGRAMS
 
 
 class DevicePlan:

@@ -181,22 +181,30 @@ class DecodePlanner:
         starts = np.zeros(num_rows, dtype=np.int64)
         return _Sharing(np.arange(num_rows), starts, nothing, nothing, {}, needs_wide=False)
 
-    def _choose_slots(self, wide_units: int, small_units: int) -> tuple[int, int]:
-        """How many slots wide and small items are cut for: all for both, which then run one after the other, or some
-        multiprocessors for the wide ones and the others for the small ones, whichever takes less time."""
+    def _choose_slots(self, wide_units: int, small_units: int, num_wide: int) -> tuple[int, int]:
+        """How many slots `num_wide` wide segments and all small ones are cut for.
+
+        All for both, which then run one after the other, or some multiprocessors for the wide ones and the others for
+        the small ones, whichever takes less time. Wide segments are mostly alike, so that with a divisor or a multiple
+        of their number most cuts fall on their ends: any other adds a partial result for each of its rows.
+        """
         wide_slots, small_slots, pace = self._wide.num_slots, self._beside.num_slots, self._pace
-        if pace is None or wide_slots < 2:
-            return wide_slots, small_slots
+        best, least = (wide_slots, small_slots), np.inf
+        if pace is None:
+            return best
         per_slot = max(1, round(small_slots / wide_slots))  # small programs in a wide one's place
-        wide = np.arange(1, wide_slots + 1)
-        small = np.where(wide < wide_slots, small_slots - per_slot * wide, small_slots)
-        small = np.maximum(1, small)
-        wide_us = -(-wide_units // wide) * pace.wide_tile
-        small_us = small_units / np.minimum(small, pace.saturating * small_slots) * pace.small_tile
-        us = np.maximum(wide_us, small_us)
-        us[-1] = wide_us[-1] + small_us[-1] + pace.start
-        best = int(us.argmin())
-        return int(wide[best]), int(small[best])
+        # From most to least, since of equal choices the one with more wide slots is less at memory's mercy.
+        for wide in range(wide_slots, 0, -1):
+            runs_alone = wide == wide_slots
+            if wide % num_wide and num_wide % wide and not runs_alone:
+                continue
+            small = small_slots if runs_alone else max(1, small_slots - per_slot * wide)
+            wide_us = -(-wide_units // wide) * pace.wide_tile
+            small_us = small_units / min(small, pace.saturating * small_slots) * pace.small_tile
+            us = wide_us + small_us + pace.start if runs_alone else max(wide_us, small_us)
+            if us < least:
+                best, least = (wide, small), us
+        return best
 
     def _pack(
         self, sharing: _Sharing, lengths: NDArray[np.int64], window: int | None, num_padding: int, *, with_wide: bool
@@ -226,7 +234,7 @@ class DecodePlanner:
         wide_units = -(-wide.lengths // wide_unit)
         wide_slots, small_slots = self._wide.num_slots, tile.num_slots
         if len(wide.rows):
-            wide_slots, small_slots = self._choose_slots(int(wide_units.sum()), int(units.sum()))
+            wide_slots, small_slots = self._choose_slots(int(wide_units.sum()), int(units.sum()), len(wide.rows))
         wide_items = cut_before.get(wide_slots)
         if wide_items is None:
             wide_items = cut(wide, wide_units, wide_unit, self._wide.num_slots, num_used=wide_slots)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from chatserve_kernels.device_plan import make_planner
+from chatserve_kernels.device_plan import DecodeConfigs, make_planner
 from chatserve_kernels.forest import CostModel, find_runs
 from chatserve_kernels.plan import DecodePlanner
+from chatserve_kernels.tiles import Pace
 from chatserve_kernels.work import ENTRY_FIELDS, ITEM_FIELDS, MERGE_FIELDS, DecodePlan, PlanError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,14 +21,14 @@ from tests.kernels.decode_cases import SMALL_CONFIGS, Forest, flat, forest
 BLOCK = 16
 
 
-def planner_for(rows: Forest, **options) -> DecodePlanner:
+def planner_for(rows: Forest, *, configs: DecodeConfigs = SMALL_CONFIGS, **options) -> DecodePlanner:
     settings = {
         "num_processors": 6,
         "max_rows": len(rows.lengths) + 4,
         "max_context": 4096,
         "cost": CostModel(),
     } | options
-    return make_planner(SMALL_CONFIGS, num_heads=4, num_kv_heads=2, block_size=BLOCK, **settings)
+    return make_planner(configs, num_heads=4, num_kv_heads=2, block_size=BLOCK, **settings)
 
 
 def read(planner: DecodePlanner, plan: DecodePlan) -> tuple[list[list[tuple]], list[list[tuple]], Counter, dict]:
@@ -112,6 +114,50 @@ def test_any_forest_is_read_completely_and_once(rows, cost, share, window, num_p
     plan = planner.plan(rows.tables, rows.lengths, window=window, num_padding=num_padding)
     assert plan.num_rows == len(rows.lengths) + num_padding
     check(rows, planner, plan, window)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    forests(),
+    st.floats(0.1, 10.0),
+    st.floats(0.1, 10.0),
+    st.floats(0.3, 1.0),
+    st.sampled_from([None, 40]),
+)
+def test_any_parting_of_the_chip_reads_any_forest(rows, wide_tile, small_tile, saturating, window):
+    configs = replace(SMALL_CONFIGS, pace=Pace(wide_tile, small_tile, saturating, start=1.0))
+    planner = planner_for(rows, configs=configs, num_processors=14, cost=CostModel(min_tokens=16))
+    check(rows, planner, planner.plan(rows.tables, rows.lengths, window=window), window)
+    check(rows, planner, planner.plan(rows.tables, rows.lengths, same_rows=True))
+
+
+def used(slots: list[list[tuple]]) -> int:
+    assert not any(slots[sum(map(bool, slots)) :]), "programs without work come last"
+    return sum(map(bool, slots))
+
+
+@pytest.mark.parametrize(
+    ("saturating", "shared", "own", "shares"),
+    [
+        (
+            0.5,
+            512,
+            32,
+            (4, 4),
+        ),  # half of the small programs keep memory busy, so that half the chip is free for wide ones
+        (0.9, 512, 320, (1, 7)),  # nearly all are needed
+        (0.5, 3072, 16, (8, 8)),  # the wide ones need all, and the small ones follow
+    ],
+)
+def test_wide_and_small_items_get_the_programs_that_their_work_asks_for(saturating, shared, own, shares):
+    """Of 16 processors and 2 KV heads: 8 wide programs a head, or as many small ones in their place."""
+    configs = replace(SMALL_CONFIGS, pace=Pace(wide_tile=1.0, small_tile=1.0, saturating=saturating, start=10.0))
+    rows = forest([[("system", shared), (str(row), own)] for row in range(64)], BLOCK)  # 4 tiles of 16 rows
+    planner = planner_for(rows, configs=configs, num_processors=16)
+    plan = planner.plan(rows.tables, rows.lengths)
+    check(rows, planner, plan)
+    small, wide, _, _ = read(planner, plan)
+    assert (used(wide), used(small)) == shares
 
 
 @settings(max_examples=30, deadline=None)
