@@ -60,9 +60,10 @@ class CudaSetup:
         captured = self.graphs and self.device.type == "cuda"
         shapes = self.shapes() if shapes is None else shapes
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.device)):
-            executor = DeviceExecutor(
-                self.model, backend, rows, shapes, CapturedGraphs() if captured else PlainLaunches()
-            )
+            if isinstance(backend, TritonAttention):
+                backend.warm_up(self.max_tokens)
+            replays = CapturedGraphs() if captured else PlainLaunches()
+            executor = DeviceExecutor(self.model, backend, rows, shapes, replays)
             try:
                 executor.capture()
             except Exception as error:

@@ -135,6 +135,21 @@ def fits(weight: torch.Tensor, config: SkinnyConfig, *, gated: bool = False) -> 
     )
 
 
+def constants(width: int, inputs: int, config: SkinnyConfig, *, gated: bool) -> dict[str, int]:
+    """The sizes that are compiled in."""
+    return {
+        "WIDTH": width,
+        "INPUTS": inputs,
+        "M": MAX_ROWS,
+        "N": config.outputs,
+        "K": config.inputs,
+        "GATED": gated,
+        "PREFETCH": config.prefetch,
+        "LINE": _LINE_ELEMENTS,
+        "LINES": LINES,
+    }
+
+
 def config_of(weight: torch.Tensor) -> SkinnyConfig | None:
     """How to multiply by a weight, gated or not; None: not by this kernel."""
     config = SkinnyConfig()
@@ -176,16 +191,8 @@ def skinny_linear(
         out.stride(0),
         x.stride(0),
         weight.stride(0),
-        WIDTH=width,
-        INPUTS=inputs,
-        M=MAX_ROWS,
-        N=config.outputs,
-        K=config.inputs,
-        GATED=gated,
+        **constants(width, inputs, config, gated=gated),
         HAS_BIAS=bias is not None,
-        PREFETCH=config.prefetch,
-        LINE=_LINE_ELEMENTS,
-        LINES=LINES,
         DEPENDS=x.is_cuda,
         WIDEN=not x.is_cuda,
         num_warps=config.warps,
