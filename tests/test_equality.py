@@ -192,6 +192,39 @@ def test_swapped_and_preempted(world: World, num_blocks: int, num_host_blocks: i
     run.check()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_blocks", [9, 16, 30])
+def test_swapped_and_preempted_with_random_delays_on_every_stream(world: World, num_blocks: int) -> None:
+    """Steps and copies of both directions are held up by up to some milliseconds each: only events keep their order."""
+    engine = world.engine(kv_cache_memory=f"{num_blocks}blocks", host_cache_memory="60blocks", max_batched_tokens=48)
+    runner: Any = engine._runner
+    storage = runner.storage
+    storage.host.wait()
+    rng = random.Random(num_blocks)
+    mover = storage._copies._mover
+
+    def delay() -> None:
+        for stream in (torch.cuda.current_stream(), mover.out_stream, mover.into_stream):
+            if rng.random() < 0.5:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(rng.randrange(8_000_000))
+
+    def delayed(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            delay()
+            return function(*arguments)
+
+        return call
+
+    storage.execute, storage.start = delayed(storage.execute), delayed(storage.start)
+    runner.executor.run = delayed(runner.executor.run)
+    run = Run(world, engine)
+    converse(run, together=True)
+    assert run.counters()["swapped_in_blocks"] > 0
+    run.check()
+
+
 def test_prompts_in_small_chunks(world: World) -> None:
     run = Run(world, world.engine(max_batched_tokens=16, max_running=16))
     converse(run, together=True)
