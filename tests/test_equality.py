@@ -53,6 +53,8 @@ class World:
 
     directory: Path
     oracle: Oracle
+    runner: Any = None
+    """Of the last engine."""
     conversations: list[list[list[int]]] = field(default_factory=list)
     """For each conversation the new ids of its first turn, its second, and of a fork of the first."""
 
@@ -66,7 +68,7 @@ class World:
             host_cache_memory=settings.pop("host_cache_memory", "0blocks"),
             **{"max_running": 32, **settings},
         )
-        runner = build_runner(made)
+        runner = self.runner = build_runner(made)
         # What nobody has written must never be read.
         runner.storage.device_pool.fill_(torch.nan)
         runner.storage.host_pool.fill_(torch.nan)
@@ -198,7 +200,7 @@ def test_swapped_and_preempted(world: World, num_blocks: int, num_host_blocks: i
 def test_swapped_and_preempted_with_random_delays_on_every_stream(world: World, num_blocks: int) -> None:
     """Steps and copies of both directions are held up by up to some milliseconds each: only events keep their order."""
     engine = world.engine(kv_cache_memory=f"{num_blocks}blocks", host_cache_memory="60blocks", max_batched_tokens=48)
-    runner: Any = engine._runner
+    runner = world.runner
     storage = runner.storage
     storage.host.wait()
     rng = random.Random(num_blocks)

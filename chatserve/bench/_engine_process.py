@@ -24,7 +24,7 @@ from chatserve.engine.messages import EngineDown, PathRef, StepOutput, Submit
 from chatserve.types import RequestId, SamplingParams, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 USER = UserId("bench")
 
@@ -223,17 +223,24 @@ def _settings(shape: str, directory: Path, fields: dict[str, Any]) -> EngineSett
 
 
 @asynccontextmanager
-async def running_engine(
+async def starting_engine(
     shape: str, directory: Path, *, module: str = "chatserve.engine.process", **fields: Any
-) -> AsyncIterator[Driver]:
-    """An engine with random weights of a shape in `SHAPES`, and a driver; `fields` of `EngineSettings`."""
+) -> AsyncIterator[Callable[[], Awaitable[Driver]]]:
+    """An engine with random weights of a shape in `SHAPES`, and how to wait for a driver of it; `fields` of
+    `EngineSettings`."""
     settings = _settings(shape, directory, fields)
     async with EngineProcess(settings, directory, module):
         client = EngineClient(settings.socket_path)
-        await client.connect(timeout_s=180)
-        driver = Driver(client, SHAPES[shape]["vocab_size"])
+        drivers: list[Driver] = []
+
+        async def drive() -> Driver:
+            await client.connect(timeout_s=180)
+            drivers.append(Driver(client, SHAPES[shape]["vocab_size"]))
+            return drivers[-1]
+
         try:
-            yield driver
+            yield drive
         finally:
-            await driver.close()
+            for driver in drivers:
+                await driver.close()
             await client.close()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._autograd import DeviceType
 
+from chatserve.bench.gpu import TRACE_NAME
 from chatserve.engine.process import read_settings, serve, start_logging
 from chatserve.model.runner import ModelRunner, build_runner
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 SETTLED_STEPS = 12
 TRACED_STEPS = 24
-TRACE_NAME = "trace.json"
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float:

@@ -2,7 +2,7 @@
 
 What is measured, and how, is what a script around another server would measure from outside: a decode step is the time
 that 64 more tokens of every request take, prompts cached; a first token is timed from the submission to the token at
-the client. Sections run in the order given; `turn` starts an engine of its own, whose pool holds four of ten histories.
+the client. `turn` has an engine of its own, whose pool holds four of ten histories, and `trace` one that records steps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import json
 import statistics
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chatserve.bench._engine_process import SHAPES, USER, Answer, Driver, running_engine
+from chatserve.bench._compile_ahead import compile_ahead
+from chatserve.bench._engine_process import SHAPES, USER, Answer, Driver, starting_engine
 from chatserve.engine.messages import Hint
 from chatserve.types import SamplingParams
 
@@ -33,6 +35,7 @@ SHARED_ROWS = ((64, 2048, 256), (256, 2048, 256), (256, 8192, 256))
 """(batch, shared, own)"""
 SECTIONS = ("decode", "shared", "sampling", "prefill", "mixed", "trace", "turn")
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
+TRACE_NAME = "trace.json"
 _STEPS = 64
 _TURN = 64
 
@@ -125,9 +128,9 @@ class Bench:
         batch, context, length = self._sized(64), self._sized(1024), self._sized(8192)
         prompts = self._some(batch, context)
         await self._driver.generate(prompts, 1)
-        _, alone = await self._driver.generate(prompts, 1 + 4 * _STEPS)
+        _, alone = await self._driver.generate(prompts, 1 + 2 * _STEPS)
         unmixed = statistics.median(between_tokens_ms(alone))
-        seconds = 5
+        seconds = 4
         running = [self._driver.submit(prompt, int(seconds * 1e3 / unmixed * 0.8)) for prompt in prompts]
         for answer in running:
             await answer.begun.wait()
@@ -158,6 +161,13 @@ class Bench:
             f"the prompts' first tokens after {min(firsts):.0f} to {max(firsts):.0f} ms"
         )
         return result
+
+    async def trace(self) -> None:
+        """Steps for the engine's own trace."""
+        for batch in (1, 64, 256):
+            prompts = self._some(self._sized(batch), self._sized(1024))
+            await self._driver.generate(prompts, 1)
+            await self._driver.generate(prompts, 64)
 
     async def turn(self) -> dict[str, Any]:
         """First token of a next turn, by where the history's KV is. The engine must have room for four histories."""
@@ -194,61 +204,75 @@ class Bench:
 
 
 async def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """All sections that were asked for."""
+    """All sections that were asked for. Engines start side by side and are measured one after the other."""
     results: dict[str, Any] = {"shape": options.shape}
     sections: list[str] = options.sections.split(",")
-    common = {"device": options.device, "context_tokens": 20480, "attention": options.attention}
-    memory = {"kv_cache_memory": options.kv_cache_memory} if options.kv_cache_memory else {}
+    if options.device == "cuda":
+        start = time.perf_counter()
+        await compile_ahead(options.shape, directory)
+        print(f"kernels compiled after {time.perf_counter() - start:.1f} s", flush=True)
 
     async def measure(driver: Driver, names: Sequence[str]) -> None:
         bench = Bench(driver, options.repeats, options.scale)
         await driver.generate([driver.tokens(64)], 8)
         for name in names:
+            start = time.perf_counter()
             print(f"{name}:", flush=True)
             section: Callable[[], Awaitable[Any]] = getattr(bench, name)
             results[name] = await section()
+            print(f"  ({time.perf_counter() - start:.1f} s)", flush=True)
 
-    if main_ones := [name for name in sections if name not in {"turn", "trace"}]:
-        start = time.perf_counter()
-        async with running_engine(
-            options.shape, directory / "main", host_cache_memory="0", **common, **memory
-        ) as driver:
-            results["start_s"] = time.perf_counter() - start
-            print(
-                f"ready after {results['start_s']:.1f} s on {driver.client.info and driver.client.info.device}",
-                flush=True,
-            )
-            await measure(driver, main_ones)
-    if "trace" in sections:
-        async with running_engine(
-            options.shape,
-            directory / "trace",
-            module="chatserve.bench._traced_engine",
-            host_cache_memory="0",
-            **common,
-            **memory,
-        ) as driver:
-            bench = Bench(driver, options.repeats, options.scale)
-            results["trace"] = []
-            for batch in (1, 64, 256):
-                prompts = bench._some(bench._sized(batch), bench._sized(1024))  # noqa: SLF001 - the same module
-                await driver.generate(prompts, 1)
-                await driver.generate(prompts, 64)
-        found = directory / "trace" / "trace.json"
-        results["trace"] = json.loads(found.read_text()) if found.is_file() else []
+    wanted = _engines(options, sections)
+    # Starts take longer than measurements, so engines that fit a GPU together start together.
+    for group in (("turn", "main"), ("trace",)):
+        async with AsyncExitStack() as engines:
+            begun = time.perf_counter()
+            drives = [
+                (
+                    name,
+                    await engines.enter_async_context(starting_engine(options.shape, directory / name, **wanted[name])),
+                )
+                for name in group
+                if name in wanted
+            ]
+            drivers = [(name, await drive()) for name, drive in drives]
+            if drivers:
+                print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
+            for name, driver in drivers:
+                mine = [section for section in sections if _engine_of(section) == name]
+                await measure(driver, mine)
+    found = directory / "trace" / TRACE_NAME
+    if found.is_file():
+        results["trace"] = json.loads(found.read_text())
         _print_trace(results["trace"])
-    if "turn" in sections:
-        blocks, host = int(2112 * options.scale) + 64 * (options.scale < 1), options.host_cache_memory
-        async with running_engine(
-            options.shape,
-            directory / "turn",
-            kv_cache_memory=f"{blocks}blocks",
-            host_cache_memory=host,
-            max_running=32,
-            **{**common, "context_tokens": 16384},
-        ) as driver:
-            await measure(driver, ["turn"])
     return results
+
+
+def _engine_of(section: str) -> str:
+    return section if section in {"turn", "trace"} else "main"
+
+
+def _engines(options: argparse.Namespace, sections: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Settings of the engines that the sections need."""
+    common = {"device": options.device, "attention": options.attention}
+    wide = {
+        **common,
+        "kv_cache_memory": options.kv_cache_memory,
+        "host_cache_memory": "0",
+        "context_tokens": 20480,
+    }
+    settings = {
+        "turn": {
+            **common,
+            "kv_cache_memory": f"{int(2112 * options.scale) + 64 * (options.scale < 1)}blocks",
+            "host_cache_memory": options.host_cache_memory,
+            "max_running": 32,
+            "context_tokens": 16384,
+        },
+        "main": wide,
+        "trace": {**wide, "module": "chatserve.bench._traced_engine"},
+    }
+    return {name: settings[name] for name in map(_engine_of, sections)}
 
 
 def _print_trace(reports: list[dict[str, Any]]) -> None:
@@ -266,7 +290,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of batches and contexts, to try the program itself")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--kv-cache-memory", default="", help="as of `serve`; else auto")
+    parser.add_argument(
+        "--kv-cache-memory",
+        default="35000blocks",
+        help="as of `serve`, for all sections but `turn`; by default what the largest row of `decode` needs",
+    )
     parser.add_argument("--host-cache-memory", default="16G", help="of the section `turn`")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args(argv)

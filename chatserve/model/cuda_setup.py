@@ -93,7 +93,7 @@ class CudaSetup:
         executor = self.executor(storage, [shapes[0], shapes[-1]] if shapes else [])
         num_graphs = sum(1 + (shape.max_rows > 1) for shape in shapes)
         graph_bytes = executor.last_graph_bytes * num_graphs
-        self._run_largest(storage)
+        self.run_largest(storage)
         taken = before - _free(self.device, empty=False)
         del executor, storage
         _free(self.device)
@@ -104,8 +104,8 @@ class CudaSetup:
             self.model.ops = FusedOps(self.model.rope, self.context_tokens)
 
     @torch.inference_mode()
-    def _run_largest(self, storage: KVStorage) -> None:
-        """One row of as many tokens as a step may have, all in one block, which nobody will read."""
+    def run_largest(self, storage: KVStorage) -> None:
+        """A step of one row of as many tokens as a step may have, all in one block, which nobody will read."""
         num_tokens = min(self.max_tokens, self.context_tokens)
         table = np.zeros((1, -(-num_tokens // self.shape.block_size)), dtype=np.int64)
         backend = choose_backend(self.attention, storage, self.model.info.num_heads)

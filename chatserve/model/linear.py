@@ -7,7 +7,6 @@ packed operators are torch's own, but private, so each is compared with the publ
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Protocol
 
 import torch
@@ -57,40 +56,8 @@ class PackedLinear:
         return y
 
 
-class FewRowsLinear(PlainLinear):
-    """On CUDA, in 16 bits: our own kernel for the few rows that one or a few sessions decode, torch's for more."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
-        from chatserve_kernels import skinny_linear as kernel  # noqa: PLC0415 - needs triton
-
-        self._kernel = kernel
-        self._config = kernel.config_of(weight)
-
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernel computes it."""
-        return self._config is not None and 0 < len(x) <= self._kernel.MAX_ROWS
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._config is None or not self.takes(x):
-            return super().__call__(x)
-        y: torch.Tensor = self._kernel.skinny_linear(x, self._weight, self._bias, config=self._config)
-        return y
-
-    def takes_gated(self, x: torch.Tensor) -> bool:
-        """Whether `gated` computes it."""
-        return self._bias is None and self.takes(x)
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """SiLU of the first half of the columns of x Wᵀ, times the second."""
-        y: torch.Tensor = self._kernel.skinny_linear(x, self._weight, gated=True, config=self._config)
-        return y
-
-
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Lay out a weight [out_features, in_features]; where it is packed, the caller's tensor may be dropped."""
-    if weight.is_cuda and weight.element_size() == 2 and importlib.util.find_spec("triton") is not None:
-        return FewRowsLinear(weight, bias)
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and _packing_works():
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)

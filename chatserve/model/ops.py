@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from chatserve.model.attention import StoredAttention
-from chatserve.model.linear import FewRowsLinear
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -157,8 +156,6 @@ class FusedOps:
         return residual, self._kernels.add_rms_norm(linear(x), residual, weight, eps)
 
     def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(gate_up, FewRowsLinear) and gate_up.takes_gated(x):
-            return gate_up.gated(x)
         activated: torch.Tensor = self._kernels.silu_mul(gate_up(x))
         return activated
 

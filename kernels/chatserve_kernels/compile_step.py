@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from chatserve_kernels import rope, sampling, skinny_linear
+from chatserve_kernels import rope, sampling
 from chatserve_kernels.sampling import NUM_WARPS, SamplingWorkspace, chunk_constants
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ def recipes(dtype: str) -> Iterator[Recipe]:
     """For logits or activations of `dtype`."""
     yield from _sampling(dtype)
     yield from _rope(dtype)
-    if dtype != "float32":
-        yield from _skinny_linear(dtype)
 
 
 def _sampling(dtype: str) -> Iterator[Recipe]:
@@ -65,27 +63,6 @@ def _rope(dtype: str) -> Iterator[Recipe]:
             label = f"RoPE + KV write {dtype}{' fp8' * is_fp8}{' norms' * has_norm}"
             odd = {"num_tokens", "eps", "kv_scales"}
             yield _recipe(label, rope.rope_store_kv_kernel, types, options, odd, {"num_warps": rope.NUM_WARPS})
-
-
-def _skinny_linear(dtype: str) -> Iterator[Recipe]:
-    for label, width, inputs, gated in (
-        ("query, key and value", 6144, 4096, False),
-        ("attention's output", 4096, 4096, False),
-        ("gate and up", 14336, 4096, True),
-        ("down", 4096, 14336, False),
-    ):
-        weight = torch.empty((2 * width if gated else width, inputs), dtype=getattr(torch, dtype), device="meta")
-        config = skinny_linear.config_of(weight)
-        assert config is not None
-        types = dict.fromkeys(("out", "x", "weight", "bias"), ELEMENTS[dtype])
-        constants = skinny_linear.constants(width, inputs, config, gated=gated) | {
-            "HAS_BIAS": False,
-            "DEPENDS": True,
-            "WIDEN": False,
-        }
-        options = {"num_warps": config.warps, "num_stages": config.stages}
-        kernel = skinny_linear.skinny_linear_kernel
-        yield _recipe(f"few rows: {label} {dtype}", kernel, types, constants, {"num_rows"}, options)
 
 
 def _recipe(label, kernel, types, constants, odd, options) -> Recipe:

@@ -38,7 +38,7 @@ def test_sections_run_through_an_engine_of_their_own(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     main(
         [
-            *("--device", "cpu", "--shape", "tiny", "--scale", "0.01", "--sections", "prefill,turn"),
+            *("--device", "cpu", "--shape", "tiny", "--scale", "0.01", "--kv-cache-memory", "400blocks", "--sections", "prefill,turn"),
             *("--repeats", "1", "--host-cache-memory", "64M", "--json", str(target)),
         ]
     )
