@@ -53,10 +53,10 @@ class World:
 
     directory: Path
     oracle: Oracle
-    runner: Any = None
-    """Of the last engine."""
     conversations: list[list[list[int]]] = field(default_factory=list)
     """For each conversation the new ids of its first turn, its second, and of a fork of the first."""
+    runner: Any = None
+    """Of the last engine."""
 
     def engine(self, **settings: Any) -> Engine:
         made = EngineSettings(
