@@ -38,8 +38,8 @@ def test_sections_run_through_an_engine_of_their_own(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     main(
         [
-            *("--device", "cpu", "--shape", "tiny", "--scale", "0.01", "--kv-cache-memory", "400blocks", "--sections", "prefill,turn"),
-            *("--repeats", "1", "--host-cache-memory", "64M", "--json", str(target)),
+            *("--device", "cpu", "--shape", "tiny", "--scale", "0.01", "--sections", "prefill,turn", "--repeats", "1"),
+            *("--kv-cache-memory", "400blocks", "--host-cache-memory", "64M", "--json", str(target)),
         ]
     )
     figures = json.loads(target.read_text())
