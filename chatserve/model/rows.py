@@ -58,13 +58,17 @@ class BatchRows:
         self._token_ids = [_NO_IDS] * max_slots
         self._num_given = np.zeros(max_slots, dtype=np.int64)
         """Tokens whose ids came with the request."""
+        self._num_skipped = np.zeros(max_slots, dtype=np.int64)
+        """Of those the ones that are not kept: their KV came with the request, too."""
         self._num_tokens = np.zeros(max_slots, dtype=np.int64)
 
     def admit(self, admitted: Admitted) -> int:
         """Take a request in; its slot."""
         assert admitted.request_id not in self._slots, f"{admitted.request_id} is here already"
         slot = self._slots[admitted.request_id] = self.tables.assign(admitted.block_ids)
-        self._token_ids[slot] = np.array(admitted.token_ids, dtype=np.int64)
+        # No row asks for ids whose KV is there, which are most of a long conversation's.
+        self._token_ids[slot] = np.array(admitted.token_ids[admitted.num_computed :], dtype=np.int64)
+        self._num_skipped[slot] = admitted.num_computed
         self._num_given[slot] = self._num_tokens[slot] = len(admitted.token_ids)
         return slot
 
@@ -122,7 +126,8 @@ class BatchRows:
         for slot in slots:
             table = self.tables.host[slot, : self.tables.num_blocks[slot]]
             assert ((table >= 0) & (table < num_blocks)).all()
-            assert self._num_given[slot] == len(self._token_ids[slot]) <= self._num_tokens[slot]
+            assert self._num_given[slot] == self._num_skipped[slot] + len(self._token_ids[slot])
+            assert self._num_given[slot] <= self._num_tokens[slot]
 
     def _tokens(
         self, slots: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -137,7 +142,9 @@ class BatchRows:
         for index in np.flatnonzero(starts < given).tolist():
             start, first = int(starts[index]), int(firsts[index])
             count = min(int(lengths[index]), int(given[index]) - start)
-            input_ids[first : first + count] = self._token_ids[slots[index]][start : start + count]
+            kept = start - int(self._num_skipped[slots[index]])
+            assert kept >= 0, f"token {start} is computed already"
+            input_ids[first : first + count] = self._token_ids[slots[index]][kept : kept + count]
         # Of the tokens that were sampled here a row computes the last one only.
         newest = starts + lengths > given
         assert (np.maximum(starts, given)[newest] == (starts + lengths)[newest] - 1).all()

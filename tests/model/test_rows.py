@@ -28,8 +28,8 @@ def make_rows(max_slots: int, max_blocks: int) -> BatchRows:
     return BatchRows(BlockTables(max_slots, max_blocks, torch.device("cpu")))
 
 
-def admitted(name: str, ids: list[int], blocks: list[int]) -> Admitted:
-    return Admitted(RequestId(name), tuple(ids), len(ids), 0, tuple(map(BlockId, blocks)), GREEDY)
+def admitted(name: str, ids: list[int], blocks: list[int], num_computed: int = 0) -> Admitted:
+    return Admitted(RequestId(name), tuple(ids), len(ids), num_computed, tuple(map(BlockId, blocks)), GREEDY)
 
 
 @given(seed=st.integers(0, 10_000), num_steps=st.integers(1, 12))
@@ -48,9 +48,10 @@ def test_a_batch_is_its_rows_one_after_the_other(seed: int, num_steps: int) -> N
             del known[name], done[name], sampled[name]
         while len(known) < 4 and rng.random() < 0.6:
             name = f"r{number}.{len(known)}"
-            known[name] = _Known([rng.randrange(1, 99) for _ in range(rng.randrange(1, 20))], [rng.randrange(500)])
-            done[name] = sampled[name] = 0
-            slots[name] = rows.admit(admitted(name, known[name].given, known[name].blocks))
+            ids = [rng.randrange(1, 99) for _ in range(rng.randrange(1, 20))]
+            sampled[name], done[name] = 0, rng.choice([0, rng.randrange(len(ids))])
+            known[name] = _Known(ids, [rng.randrange(500) for _ in range(done[name] // BLOCK + 1)])
+            slots[name] = rows.admit(admitted(name, ids, known[name].blocks, done[name]))
         plan = []
         for name, its in known.items():
             left = len(its.given) + sampled[name] - done[name]
