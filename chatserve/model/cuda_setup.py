@@ -60,8 +60,8 @@ class CudaSetup:
         captured = self.graphs and self.device.type == "cuda"
         shapes = self.shapes() if shapes is None else shapes
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.device)):
-            if isinstance(backend, TritonAttention):
-                backend.warm_up(self.max_tokens)
+            if isinstance(backend, TritonAttention) and self.device.type == "cuda":
+                backend.warm_up(min(self.max_tokens, self.context_tokens))
             replays = CapturedGraphs() if captured else PlainLaunches()
             executor = DeviceExecutor(self.model, backend, rows, shapes, replays)
             try:
@@ -74,8 +74,6 @@ class CudaSetup:
                 )
                 executor = DeviceExecutor(self.model, backend, rows, [], CapturedGraphs())
                 executor.capture()
-            if isinstance(backend, TritonAttention) and self.device.type == "cuda":
-                backend.warm_up(min(self.max_tokens, self.context_tokens))
             torch.cuda.current_stream().synchronize()
         return executor
 

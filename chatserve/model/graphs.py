@@ -17,7 +17,7 @@ MOST_TOKENS = 512
 """Of a step that is replayed; longer ones keep the device busy for longer than their launches take."""
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 _MIXED_ROWS = (1, 16, 64, 128, 256)
-_PROMPT_TOKENS = (16, 32, 48, 80, 128, 192, 256, 384, 512)
+_PROMPT_TOKENS = (16, 32, 48, 80, 128, 160, 192, 256, 384, 512)
 """A little above round numbers of new tokens: the last token of an answer is computed with the turn after it."""
 _MOST_PROMPTS = 64
 
