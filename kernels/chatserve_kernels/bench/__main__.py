@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
+import traceback
 from pathlib import Path
 
 import torch
 
 from chatserve_kernels.bench import decode, fused, prefill, sampling, swap  # noqa: F401 - they register their tables
 from chatserve_kernels.bench.plot import svg
-from chatserve_kernels.bench.tables import TABLES, Bench, Ceilings, Row
+from chatserve_kernels.bench.tables import TABLES, Bench, Ceilings, Row, free
 
 
 def main() -> None:
@@ -35,24 +37,37 @@ def main() -> None:
     )
     print(title, flush=True)
     bench = Bench(chosen.milliseconds, with_rivals=not chosen.no_rivals)
-    rows = []
+    rows: list[Row] = []
+    failed = []
     for name in chosen.tables:
-        for row in TABLES[name](bench):
-            print(row.line(ceilings), flush=True)
-            rows.append(row)
+        try:
+            for row in TABLES[name](bench):
+                print(row.line(ceilings), flush=True)
+                rows.append(row)
+        except Exception:  # noqa: BLE001 - the other tables can still be measured
+            traceback.print_exc()
+            failed.append(name)
+            free()
+        # After each, so that a run that is cut short leaves what it has measured.
+        if chosen.json:
+            chosen.json.write_text(json.dumps(report(rows, ceilings), indent=1))
+        if chosen.plot:
+            chosen.plot.write_text(svg(rows, title))
     for line in summary(rows):
         print(line)
-    if chosen.json:
-        report = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "copy_bytes_per_s": ceilings.copy_bytes_per_s,
-            "matrix_flops_per_s": ceilings.matrix_flops_per_s,
-            "rows": [row.as_json(ceilings) for row in rows],
-        }
-        chosen.json.write_text(json.dumps(report, indent=1))
-    if chosen.plot:
-        chosen.plot.write_text(svg(rows, title))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def report(rows: list[Row], ceilings: Ceilings) -> dict[str, object]:
+    """What `--json` holds."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_bytes_per_s": ceilings.copy_bytes_per_s,
+        "matrix_flops_per_s": ceilings.matrix_flops_per_s,
+        "rows": [row.as_json(ceilings) for row in rows],
+    }
 
 
 def summary(rows: list[Row]) -> list[str]:
