@@ -243,13 +243,18 @@ class KVManager:
 
         A block in which any of the first `num_kept_tokens` stands is kept: the conversation goes on from there.
         """
-        self._release(token_ids, user, num_kept_tokens, (PREEMPTED, PROBATION, PROTECTED, HINTED))
+        standings = (PREEMPTED, PROBATION, PROTECTED, HINTED)
+        # Again while there is something: the end of the path may stand there twice, shorter and longer.
+        while self._release(token_ids, user, num_kept_tokens, standings):
+            pass
 
     def release_hint(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int = 0) -> None:
         """Forget what was computed for a draft alone, past its first `num_kept_tokens`."""
         self._release(token_ids, user, num_kept_tokens, (HINTED,))
 
-    def _release(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int, standings: Container[int]) -> None:
+    def _release(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int, standings: Container[int]) -> int:
+        """How many nodes that freed."""
+        num_freed = 0
         num_kept = -(-num_kept_tokens // self.block_size)
         for path in reversed(search.paths(self._tree, pack(token_ids), Scope(user), with_unread=True)):
             whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
@@ -260,6 +265,8 @@ class KVManager:
                 if node.standing not in standings:
                     break
                 self._pager.forget(node)
+                num_freed += 1
+        return num_freed
 
     def manifest_builder(self) -> ManifestBuilder:
         """For a snapshot of all that is cached. Nothing may run, and no transfer be planned or under way."""

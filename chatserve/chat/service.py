@@ -168,6 +168,7 @@ class ChatService:
         await self._router.once("session.update", user, request_id, answer, fields)
 
     async def delete_session(self, user: UserId, request_id: str, *, answer: Answer, session: SessionId) -> None:
+        self._typing.left(session)
         fields = {"session": session}
         await self._router.once("session.delete", user, request_id, answer, fields)
 

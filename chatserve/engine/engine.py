@@ -220,6 +220,7 @@ class Engine:
         for path in sorted(release.paths, key=lambda path: path.num_tokens, reverse=True):
             token_ids = self._read(path, release)
             if token_ids is not None:
+                self._scheduler.hints.drop_with(release.user, token_ids)
                 self._kv.release(token_ids, release.user, release.num_kept_tokens)
                 self._paths.forget(path.handle)
                 self._stirred = True

@@ -126,6 +126,12 @@ class Hints:
                 del self._hints[key]
                 self._let_go(hint, num_common)
 
+    def drop_with(self, user: UserId, token_ids: Sequence[int]) -> None:
+        """A conversation is deleted: drop what goes on from it, which would keep its KV."""
+        for key, hint in tuple(self._hints.items()):
+            if key[0] == user and _num_common(hint, token_ids) > hint.num_shared_tokens:
+                self.drop(*key)
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def place(self, draft: Draft) -> None:

@@ -193,6 +193,20 @@ async def test_leaving_the_session_ends_the_draft(encoders: Encoders) -> None:
         assert client.engine.report(Inspect(0)).device.cached < with_draft - 5
 
 
+async def test_deleting_the_session_leaves_nothing_of_it_or_its_draft(encoders: Encoders) -> None:
+    async with typing_harness(encoders["chatml"]) as (harness, client, pauses):
+        session = await harness.create()
+        _, reply = await harness.turn(session, "on", max_tokens=5)
+        harness.service.typing(ANN, session, reply, DRAFT)
+        await quiet(client)
+        harness.service.typing(ANN, session, reply, DRAFT + " and more of the same")
+        await harness.call("delete_session", session=session)
+        await pauses.end()
+        await quiet(client)
+        assert client.engine is not None
+        assert all(node.is_public for node in client.engine._kv._tree.walk())
+
+
 async def test_another_users_session_is_nobodys_business(encoders: Encoders) -> None:
     async with typing_harness(encoders["chatml"]) as (harness, client, pauses):
         session = await harness.create()

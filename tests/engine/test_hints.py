@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatserve.engine.engine import Engine
-from chatserve.engine.messages import Cancel, Drain, Hint, Inspect, PathRef
+from chatserve.engine.messages import Cancel, Drain, Hint, Inspect, PathRef, Release
 from chatserve.sched import hints
 from chatserve.sched.plan import StepFailedError, StepPlan
 from chatserve.types import RequestId, UserId
@@ -236,6 +236,19 @@ def test_sending_something_else_frees_the_draft_but_what_they_have_in_common() -
     blocks = -(-(len(chat.said) + 10 + 6 - 1) // 4)
     # And the end of the first turn, which somebody may go on from, and the block in which the two part.
     assert cached(chat) <= blocks + 2
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 50])
+def test_a_draft_does_not_keep_the_kv_of_a_conversation_that_is_deleted(num_steps: int) -> None:
+    chat = Chat(max_batched_tokens=64)
+    chat.engine.handle(hint(chat.path, DRAFT))
+    for _ in range(num_steps):
+        chat.transcript.add(chat.engine.step())
+    chat.engine.handle(Release(BOB, (chat.path,)))
+    assert len(chat.engine._scheduler.hints) == 1
+    chat.engine.handle(Release(ANN, (chat.path,)))
+    chat.run()
+    assert cached(chat) == 0
 
 
 def test_a_turn_in_another_conversation_leaves_a_draft_alone() -> None:

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from chatserve.config import EngineSettings
 from chatserve.engine.build import build_engine
 from chatserve.engine.engine import Engine
+from chatserve.engine.messages import Hint, Inspect
 from chatserve.errors import StartupError
 from chatserve.model.block_bytes import StorageBytes
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.runner import build_runner
 from chatserve.model.shapes import KVShape
-from tests.fakes.engines import make_submit, run_until_idle
+from tests.fakes.engines import USER, Transcript, make_submit, run_until_idle
 from tests.model.tiny import OUR_FAMILIES, make_model
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=3, block_size=4)
@@ -74,23 +75,27 @@ def engine_of(model: Path, snapshot: Path, **changes: object) -> Engine:
     return build_engine(settings, runner)
 
 
-def ask(engine: Engine, prompt: list[int]) -> tuple[int, list[int]]:
+def ask(engine: Engine, prompt: list[int], max_tokens: int = 10) -> tuple[int, list[int]]:
     """Tokens computed for the prompt, and the text."""
-    engine.handle(make_submit("r", prompt, max_tokens=10))
+    engine.handle(make_submit("r", prompt, max_tokens=max_tokens))
     transcript = run_until_idle(engine)
     return transcript.started["r"].computed_tokens, transcript.text("r")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_goes_on_from_a_snapshot_as_if_it_had_never_ended(model: Path, tmp_path: Path, dtype: str) -> None:
+def test_a_model_goes_on_from_a_snapshot_as_if_it_had_never_ended(
+    model: Path, tmp_path: Path, dtype: str, device: str
+) -> None:
     prompt = [3 + (i * 7) % 90 for i in range(75)]
-    undisturbed = engine_of(model, tmp_path / "none", dtype=dtype)
+    options = {"dtype": dtype, "device": device}
+    undisturbed = engine_of(model, tmp_path / "none", **options)
     first = ask(undisturbed, prompt)[1]
     second = ask(undisturbed, [*prompt, *first, 5, 6])
-    saving = engine_of(model, tmp_path / "kv", dtype=dtype)
+    saving = engine_of(model, tmp_path / "kv", **options)
     ask(saving, prompt)
     saving.save_snapshot()
-    assert ask(engine_of(model, tmp_path / "kv", dtype=dtype), [*prompt, *first, 5, 6]) == second
+    assert ask(engine_of(model, tmp_path / "kv", **options), [*prompt, *first, 5, 6]) == second
     assert second[0] <= 3
 
 
@@ -152,3 +157,24 @@ def test_what_another_model_computed_is_not_used(
 def test_a_limit_that_is_none_is_named(model: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"kv-snapshot-limit must be bytes .*, not 'auto'"):
         engine_of(model, tmp_path / "kv", kv_snapshot_limit="auto")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_draft_computed_beside_answers_changes_no_text(model: Path, tmp_path: Path, device: str) -> None:
+    prompt, draft = [3 + (i * 7) % 90 for i in range(75)], [5 + i % 80 for i in range(40)]
+    alone = engine_of(model, tmp_path / "none", device=device, dtype="float32")
+    first = ask(alone, prompt)[1]
+    expected = ask(alone, [*prompt, *first, *draft, 7])[1]
+    other = ask(alone, [9] * 30, max_tokens=80)[1]
+    engine = engine_of(model, tmp_path / "none", device=device, dtype="float32")
+    ask(engine, prompt)
+    engine.handle(make_submit("other", [9] * 30, max_tokens=80))
+    transcript = Transcript()
+    for _ in range(3):
+        transcript.add(engine.step())
+    ids = (*prompt, *first, *draft)
+    engine.handle(Hint(user=USER, key="chat", base=None, token_ids=ids, num_draft_tokens=len(draft)))
+    run_until_idle(engine, transcript)
+    assert transcript.text("other") == other
+    assert engine.report(Inspect(0)).counters["hinted_tokens"] >= len(draft)
+    assert ask(engine, [*ids, 7]) == (1, expected)
