@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from chatserve.chat.detokenizer import Detokenizer, OutputText
+from chatserve.chat.beginning import make_generation
 from chatserve.chat.engine_link import EngineLink
 from chatserve.chat.events import AnyEvent, GenerationDelta
 from chatserve.chat.generation import GENERATING, Generation
@@ -23,12 +22,11 @@ from chatserve.chat.health import StoreHealth
 from chatserve.chat.live_session import LiveSession
 from chatserve.chat.orphans import Orphans
 from chatserve.chat.prompt import PromptEncoder
-from chatserve.chat.run import Run
 from chatserve.chat.sessions import Sessions, with_tree
 from chatserve.chat.store import Delta, LeaseLostError, MessageRecord, OwnedElsewhereError, Store, Transaction
 from chatserve.engine.messages import PathRef
 from chatserve.errors import NotFoundError
-from chatserve.types import FinishReason, SamplingParams
+from chatserve.types import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -83,44 +81,9 @@ class Generations:
         return len(self._live)
 
     def start(self, live: LiveSession, record: MessageRecord) -> None:
-        """Generate a message that is in the tree with status generating, and whose path is encoded; or go on with it,
-        where it has more tokens than before this attempt: seed and position decide each token, so it is the same text.
-        """
-        path = live.tree.path(record.message)
-        *before, _ = path
-        output_ids = record.token_ids[record.num_kept_tokens :]
-        prompt_ids = (
-            *chain.from_iterable(message.token_ids for message in before),
-            *record.token_ids[: record.num_kept_tokens],
-        )
-        sampling = SamplingParams.merge(record.params, {"seed": record.seed})
-        skip_prefix = "" if record.token_ids else self._encoder.answer_prefix
-        detokenizer = Detokenizer(self._encoder.tokenizer.bytes_of, skip_prefix=skip_prefix)
-        detokenizer.resume(record.token_ids)
-        generation = Generation(
-            user=live.user,
-            session=live.session,
-            fence=live.fence,
-            record=record,
-            output=OutputText(
-                detokenizer, (*sampling.stop, *self._encoder.stop_strings), self._encoder.encode_continuation
-            ),
-            on_change=self._on_change,
-            monotonic=self._monotonic,
-        )
-        generation.run = Run(
-            # The fence: an earlier owner's request may still be with the same engine.
-            name=f"{record.message}.{record.attempt}.{live.fence}",
-            user=live.user,
-            prompt_ids=prompt_ids,
-            num_shared_tokens=self._encoder.num_shared_tokens(live.record.system, path[0].token_ids),
-            sampling=sampling,
-            stop_token_ids=self._encoder.stop_token_ids,
-            base=next((live.paths[m.message] for m in reversed(path) if m.message in live.paths), None),
-            listener=generation,
-            output_ids=output_ids,
-            has_started=generation.has_started,
-        )
+        """Generate a message that is in the tree with status generating and whose path is encoded, or go on with it."""
+        generation = make_generation(live, record, self._encoder, on_change=self._on_change, monotonic=self._monotonic)
+        assert generation.run is not None
         live.generations[record.message] = generation
         self._live[generation] = live
         self._link.start(generation.run)

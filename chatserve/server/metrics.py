@@ -23,6 +23,8 @@ from chatserve.types import MessageId
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_MOST_ANSWERS: Final = 10_000
+"""Whose last piece's time is remembered."""
 _INTER_TOKEN_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 _ENGINE_COUNTERS: Final = {
@@ -82,8 +84,10 @@ class Metrics:
             match event:
                 case GenerationDelta(message=message):
                     now = self._clock()
-                    before = self._last_delta.get(message)
+                    before = self._last_delta.pop(message, None)
                     self._last_delta[message] = now
+                    if len(self._last_delta) > _MOST_ANSWERS:  # those that another server took over do not end here
+                        del self._last_delta[next(iter(self._last_delta))]
                     if before is not None:
                         self._inter_token.observe(now - before)
                 case GenerationEnd(message=message, reason=reason, usage=usage):

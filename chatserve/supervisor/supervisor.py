@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final
 
 import msgspec
 
@@ -24,46 +24,11 @@ from chatserve.errors import StartupError
 from chatserve.server.origin import Gate
 from chatserve.supervisor import network, paths
 from chatserve.supervisor.children import Child, Commands, RestartPolicy, describe_exit
+from chatserve.supervisor.parts import EmbeddedStoreLike, ResolveModel, StoreFactory, embedded_store, resolve_model
 
 _POLL_S: Final = 0.05
 _READY_SLOW_S: Final = 60.0
 """After this long a start says that it is still waiting."""
-
-
-class EmbeddedStoreLike(Protocol):
-    """A store that the supervisor starts and ends."""
-
-    @property
-    def url(self) -> str: ...
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def poll(self) -> int | None:
-        """The exit status; None while it runs."""
-
-
-class StoreFactory(Protocol):
-    def __call__(
-        self, data_dir: Path, socket_path: Path, *, fsync: Literal["everysec", "always"]
-    ) -> EmbeddedStoreLike: ...
-
-
-def _embedded_store(data_dir: Path, socket_path: Path, *, fsync: Literal["everysec", "always"]) -> EmbeddedStoreLike:
-    from chatserve.supervisor.embedded_store import EmbeddedStore  # noqa: PLC0415 - not needed with a Redis elsewhere
-
-    return EmbeddedStore(data_dir, socket_path, fsync=fsync)
-
-
-ResolveModel = Callable[[str, Path], Path | None]
-"""From a model's name and the cache directory: its directory, or None where it must be fetched first."""
-
-
-def _resolve_model(name: str, cache_dir: Path) -> Path | None:
-    from chatserve.model import catalog  # noqa: PLC0415 - loads the hub client
-
-    return catalog.resolve(name, cache_dir)
 
 
 def _say(line: str) -> None:
@@ -96,8 +61,8 @@ class Supervisor:
         settings: ServeSettings,
         *,
         commands: Commands | None = None,
-        store_factory: StoreFactory = _embedded_store,
-        resolve_model: ResolveModel = _resolve_model,
+        store_factory: StoreFactory = embedded_store,
+        resolve_model: ResolveModel = resolve_model,
         grace: GraceTimes | None = None,
         say: Callable[[str], None] = _say,
     ) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import psutil
+import pytest
 
-from tests.blackbox.client import ChatClient
+from tests.blackbox.client import ChatClient, RequestFailedError
 from tests.blackbox.server import Server
 
 Connect = Callable[..., ChatClient]
@@ -72,3 +74,25 @@ async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(server
         assert web.memory_info().rss - before < 40 * MIB
         await sockets_become(server, 1)
     deaf.cut()
+
+
+async def test_a_megabyte_to_tokenise_keeps_fifty_idle_sockets_answered(server: Server, connect: Connect) -> None:
+    async with AsyncExitStack() as stack:
+        idle = [await stack.enter_async_context(connect()) for _ in range(50)]
+        busy = await stack.enter_async_context(connect())
+        session = await busy.create()
+        text = "tokenise this, please. " * (250_000 // 23)
+        sends = [
+            asyncio.ensure_future(busy.request("message.send", session=session, parent=None, text=text))
+            for _ in range(4)
+        ]
+        rounds = 0
+        while not all(send.done() for send in sends):
+            await asyncio.gather(*(client.settle() for client in idle))
+            rounds += 1
+        for send in sends:
+            with pytest.raises(RequestFailedError, match="context_overflow"):
+                await send
+        assert rounds > 1, "they were answered while it was tokenised"
+        await asyncio.gather(*(client.settle() for client in idle))
+        assert all(client.close_code is None for client in idle)
