@@ -24,7 +24,7 @@ def test_nothing_acknowledged_is_lost_while_everything_is_killed(
         directory=tmp_path,
         model=str(make_tiny_model(tmp_path / "tiny-model", default_cache_dir())),
         minutes=0.2,
-        min_faults=4,
+        min_kills=3,
         seed=5,
         num_users=4,
         every_s=1.0,
@@ -32,8 +32,7 @@ def test_nothing_acknowledged_is_lost_while_everything_is_killed(
     )
     outcome = asyncio.run(ChaosRun(plan, print).run())
     assert outcome.problems == []
-    assert outcome.tally.faults.total() >= 4
-    assert outcome.tally.kills >= 1, "a calm run shows nothing"
+    assert outcome.tally.kills >= 3
     assert outcome.tally.messages > 0
     assert "the storm is over" in capsys.readouterr().out
 

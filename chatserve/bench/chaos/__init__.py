@@ -29,6 +29,7 @@ def main(argv: list[str]) -> int:
     """Exit code 1 where a promise was broken."""
     parser = argparse.ArgumentParser(prog="chatserve bench chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long things go wrong")
+    parser.add_argument("--min-kills", type=int, default=0, help="go on until so many processes were killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--users", type=int, default=50)
     parser.add_argument("--servers", type=int, default=1, help="more than one share a store")
@@ -58,6 +59,7 @@ def _run(options: argparse.Namespace, directory: Path) -> int:
         directory=directory,
         model=model,
         minutes=options.minutes,
+        min_kills=options.min_kills,
         seed=options.seed,
         num_users=options.users,
         every_s=options.every,

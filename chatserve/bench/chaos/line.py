@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from chatserve.bench.chaos.tally import Tally
 
-PATIENCE_S: Final = 300.0
+PATIENCE_S: Final = 600.0
 """Longer than any storm: a request without an answer for so long will never have one."""
 _HELLO_S: Final = 15.0
 _FIRST_PAUSE_S: Final = 0.05

@@ -36,6 +36,8 @@ _WORDS: Final = (
     "👩\u200d👩\u200d👧",
     "again",
 )
+_SAMPLING: Final = {"temperature": 1.0, "top_p": 1.0}
+"""Random, and without sorting the vocabulary for each token, which would take most of a small model's time."""
 _WELL_TIMED: Final = {"busy", "conflict", "not_found", "context_overflow"}
 """Refusals that a user may meet who acts on what he saw a moment ago."""
 
@@ -122,7 +124,7 @@ class Person:
     async def _create(self) -> None:
         title = self._words(3) if self._choose.random() < 0.5 else ""
         system = self._words(8) if self._choose.random() < 0.3 else None
-        ack = await self.line.request("session.create", title=title, system=system, params={"temperature": 1.0})
+        ack = await self.line.request("session.create", title=title, system=system, params=_SAMPLING)
         session = ack["session"]
         self.ledgers[session] = Ledger(title or None)
         await self._follow(session)
@@ -252,7 +254,7 @@ class Person:
 
     def _params(self, session: str) -> dict[str, Any]:
         del session
-        params: dict[str, Any] = {"max_tokens": self._choose.choice((1, 5, 20, 60, 150))}
+        params: dict[str, Any] = {"max_tokens": self._choose.choice((1, 4, 12, 40, 100))}
         if self._choose.random() < 0.5:
             params["seed"] = self._choose.getrandbits(31)
         if self._choose.random() < 0.2:

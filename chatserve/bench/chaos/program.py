@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-START_TIMEOUT_S: Final = 90.0
+START_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 45.0
 _POLL_S: Final = 0.05
 _KINDS: Final = {
@@ -65,7 +65,11 @@ class Program:
             TimeoutError: it is not ready in time.
         """
         self.spawn()
-        self.wait_ready(timeout_s)
+        try:
+            self.wait_ready(timeout_s)
+        except BaseException:
+            self.kill_all()  # nobody else knows of it
+            raise
 
     def spawn(self) -> None:
         """Start it."""
@@ -143,7 +147,8 @@ class Program:
 
     def processes(self) -> list[ProcessInfo]:
         """What the supervisor has started and what lives."""
-        assert self.process is not None
+        if self.process is None or self.process.poll() is not None:
+            return []
         listed = subprocess.run(
             ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,command="],  # noqa: S607 - where ps lies differs
             capture_output=True,

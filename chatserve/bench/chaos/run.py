@@ -38,8 +38,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Empty; data, logs and tokens go there."""
     model: str
     minutes: float = 2.0
-    min_faults: int = 0
-    """The storm goes on until so many were done, however long that takes."""
+    min_kills: int = 0
+    """The storm goes on until so many processes were killed, however long that takes."""
     seed: int = 0
     num_users: int = 50
     every_s: float = 4.0
@@ -90,7 +90,7 @@ class Canary:
 
     async def _turn(self, session: str, mirror: Mirror) -> None:
         began = time.monotonic()
-        fields = {"session": session, "parent": None, "text": "ping", "params": {"max_tokens": 1}}
+        fields = {"session": session, "parent": None, "text": "ping", "params": {"max_tokens": 1, "temperature": 0}}
         reply = (await self.line.request("message.send", **fields))["reply"]
         await self.line.until(lambda: mirror.has_ended(reply), "the canary's answer")
         self.turns.append((began, time.monotonic()))
@@ -185,7 +185,7 @@ class ChaosRun:
         reporting = asyncio.create_task(self._report(storm))
         try:
             await asyncio.wait([blowing], timeout=plan.minutes * 60)
-            while len(storm.faults) < plan.min_faults and not blowing.done():
+            while self._tally.kills < plan.min_kills and not blowing.done():
                 await asyncio.wait([blowing], timeout=0.5)
             storm.calm()
             await blowing

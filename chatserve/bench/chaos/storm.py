@@ -27,7 +27,7 @@ STORE_PAUSE_S: Final = 10.0
 STOP_S: Final = 5.0
 _MOST_DEATHS: Final = 2
 _WINDOW_S: Final = 62.0
-_START_S: Final = 180.0
+_START_S: Final = 600.0
 
 
 class Fault(NamedTuple):
@@ -70,11 +70,11 @@ class Storm:
         # Each row: how often, and what does it to the program of that number. Done: when what was taken away was given
         # back, and of a kill, when it was done. None: it could not be done just now.
         kinds: dict[str, tuple[int, Callable[[int], Awaitable[float | None]]]] = {
-            "kill engine": (6, lambda n: self._kill(n, "engine")),
-            "kill web worker": (6, lambda n: self._kill(n, "web")),
-            "kill store": (4, self._kill_store),
-            "kill supervisor": (2, self._kill_supervisor),
-            "kill everything": (2, self._kill_everything),
+            "kill engine": (5, lambda n: self._kill(n, "engine")),
+            "kill web worker": (9, lambda n: self._kill(n, "web")),
+            "kill store": (7, self._kill_store),
+            "kill supervisor": (1, self._kill_supervisor),
+            "kill everything": (1, self._kill_everything),
             "restart": (1, self._restart),
             "pause store": (2, lambda n: self._pause(n, "store", STORE_PAUSE_S)),
             "stop engine": (2, lambda n: self._pause(n, "engine", STOP_S)),
@@ -213,7 +213,6 @@ class Storm:
             except (RuntimeError, TimeoutError):
                 if time.monotonic() > deadline:
                     raise
-                await asyncio.to_thread(program.kill_supervisor)
                 await asyncio.sleep(1.0)
 
     def _forget_deaths(self, number: int) -> None:
