@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -24,8 +25,22 @@ async def sockets_become(server: Server, wanted: int) -> None:
                 return
 
 
-async def test_five_hundred_connects_and_drops_leave_nothing_behind(server: Server, connect: Connect) -> None:
+@pytest.mark.timeout(300)
+async def test_five_thousand_connects_and_drops_leave_nothing_behind(server: Server, connect: Connect) -> None:
     web = psutil.Process(server.children()["web"])
+    upgrade = (
+        f"GET /ws HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+        "Sec-WebSocket-Protocol: chat.v1\r\n\r\n"
+    ).encode()
+
+    async def knock(number: int) -> None:
+        """Connect and be gone again, at one point or another of the handshake."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(upgrade[: len(upgrade) // 2] if number % 4 == 0 else upgrade)
+        if number % 4 > 1:
+            await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
 
     async def come_and_go(number: int) -> None:
         """Some say hello, some wait for the answer, some close and some are cut."""
@@ -41,16 +56,45 @@ async def test_five_hundred_connects_and_drops_leave_nothing_behind(server: Serv
             await client.socket.close()
         await client.closed()
 
-    async def many() -> tuple[int, int]:
-        for start in range(0, 250, 50):
-            await asyncio.gather(*map(come_and_go, range(start, start + 50)))
+    async def many(number: int) -> tuple[int, int, float]:
+        for start in range(0, number, 50):
+            await asyncio.gather(*(come_and_go(n) if n % 10 == 0 else knock(n) for n in range(start, start + 50)))
         await sockets_become(server, 0)
-        return web.num_fds(), web.memory_info().rss
+        async with asyncio.timeout(20):  # what was cut off in the handshake is noticed a moment later
+            while await asyncio.to_thread(web.num_fds) > idle_fds + 2:
+                pass
+        return web.num_fds(), web.memory_info().rss, await asyncio.to_thread(server.metric, "chatserve_tasks")
 
-    fds, rss = await many()
-    fds_later, rss_later = await many()
+    idle_fds = web.num_fds()
+    fds, rss, tasks = await many(1000)
+    fds_later, rss_later, tasks_later = await many(4000)
     assert fds_later <= fds + 2
+    assert tasks_later <= tasks
     assert rss_later - rss < 8 * MIB
+
+
+async def test_long_texts_being_tokenised_hold_up_nobodys_heartbeat(connect: Connect) -> None:
+    """A megabyte of text is encoded while fifty sockets wait for an answer to their pings."""
+    text = "the wind over the sea, 風と海 " * 9000  # just under the limit of a text
+    async with AsyncExitStack() as stack:
+        writer = await stack.enter_async_context(connect())
+        idle = [await stack.enter_async_context(connect()) for _ in range(50)]
+        session, _ = await writer.started_session()
+        pastes = [
+            await writer.begin("message.send", session=session, parent=None, text=f"{n} {text}"[:200_000])
+            for n in range(5)
+        ]
+        slowest = 0.0
+        while not all(paste.done() for paste in pastes):
+            began = time.monotonic()
+            async with asyncio.timeout(8):  # the server's own patience with a silent client
+                await asyncio.gather(*(client.settle() for client in idle))
+            slowest = max(slowest, time.monotonic() - began)
+        assert all(client.close_code is None for client in idle)
+        assert slowest < 5, "an answer comes in good time"
+        for paste in pastes:
+            with pytest.raises(RequestFailedError, match="context_overflow"):
+                await paste
 
 
 async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(server: Server, connect: Connect) -> None:
