@@ -5,13 +5,14 @@ Owns how a connection ends on the wire, and nothing else:
 - A frame that is too large is refused with 1009, which the peer can read: what it still sends is taken and dropped
   until it hangs up, where closing at once would reset the connection under its feet.
 - A close goes out even while the peer does not read, and if it never does the connection is cut off.
-- A server that goes away says 1001.
+- A server that goes away says 1001, and whoever still sends is told that the peer is gone.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 GOODBYE_TIMEOUT_S: Final = 5.0
@@ -64,7 +65,13 @@ class ChatSocketTransport(WebSocketsSansIOProtocol):
         if closing:
             # What waits in the transport may never drain; the close joins it all the same.
             self.writable.set()
-        await super().send(message)
+        try:
+            await super().send(message)
+        except RuntimeError as error:
+            if not self.close_sent:
+                raise
+            # We have said goodbye in the meantime: whoever still has something to say is told that nobody listens.
+            raise ClientDisconnected from error
         if closing and self.close_timer is not None:
             self._cut_off_later()
 

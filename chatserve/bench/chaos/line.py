@@ -46,8 +46,6 @@ class Line:
         self.gone: set[str] = set()
         """Sessions that this user deletes or has deleted: `not_found` is right for them, and for no others."""
         self.fault: BaseException | None = None
-        self.degraded: set[str] = set()
-        """Components that the server has said are away."""
         self.waits: dict[str, float] = {}
         """What is being waited for, and since when (of `time.monotonic`)."""
         self._client: ChatClient | None = None
@@ -104,7 +102,6 @@ class Line:
         code = await client.closed(timeout_s=float("inf"))
         self._lost_at = time.monotonic()
         self._client = None
-        self.degraded.clear()
         self._tally.socket_closed(code)
         if client.fault is not None:
             self.fault = client.fault
@@ -118,10 +115,6 @@ class Line:
         match frame["type"]:
             case "error" if "id" not in frame:
                 self._not_resumed(client, frame)
-            case "degraded":
-                self.degraded.add(frame["component"])
-            case "recovered":
-                self.degraded.discard(frame["component"])
             case "snapshot":
                 self._tally.snapshots += frame["last"]
 

@@ -148,9 +148,7 @@ class Person:
         if parent is not None and mirror.messages[parent]["role"] == "user":
             parent = None
         text = self._words(self._choose.randrange(1, 40))
-        ack = await self.line.request(
-            "message.send", session=session, parent=parent, text=text, params=self._params(session)
-        )
+        ack = await self.line.request("message.send", session=session, parent=parent, text=text, params=self._params())
         self.ledgers[session].asked(ack["message"], parent, text, ack["reply"])
         await self._attend(session, ack["reply"])
 
@@ -160,7 +158,7 @@ class Person:
             return
         question = message["message"] if message["role"] == "user" else message["parent"]
         ack = await self.line.request(
-            "message.regenerate", session=session, message=message["message"], params=self._params(session)
+            "message.regenerate", session=session, message=message["message"], params=self._params()
         )
         self.ledgers[session].answered(ack["reply"], question)
         await self._attend(session, ack["reply"])
@@ -171,7 +169,7 @@ class Person:
             return
         text = self._words(self._choose.randrange(1, 10))
         ack = await self.line.request(
-            "message.edit", session=session, message=message["message"], text=text, params=self._params(session)
+            "message.edit", session=session, message=message["message"], text=text, params=self._params()
         )
         self.ledgers[session].asked(ack["message"], message["parent"], text, ack["reply"])
         await self._attend(session, ack["reply"])
@@ -252,8 +250,7 @@ class Person:
         found = [m for m in mirror.messages.values() if role in {None, m["role"]}]
         return self._choose.choice(found) if found else None
 
-    def _params(self, session: str) -> dict[str, Any]:
-        del session
+    def _params(self) -> dict[str, Any]:
         params: dict[str, Any] = {"max_tokens": self._choose.choice((1, 4, 12, 40, 100))}
         if self._choose.random() < 0.5:
             params["seed"] = self._choose.getrandbits(31)

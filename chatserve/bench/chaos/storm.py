@@ -93,7 +93,7 @@ class Storm:
             task = asyncio.create_task(self._make(kind, number), name=kind)
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-            if self._choose.random() < 0.7:
+            if self._choose.random() < 0.5:
                 await task
             else:
                 await asyncio.sleep(self._choose.random())
