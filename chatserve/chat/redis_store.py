@@ -146,10 +146,10 @@ class RedisStore:
             case _:
                 raise AssertionError(f"not a result of acquire: {reply!r}")
 
-    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
+    async def release(self, user: UserId, session: SessionId, fence: int, *, lost_up_to: int = 0) -> None:
         """See `Store.release`."""
         names = Keys(user).session(session, "session")
-        await self._link.script("give a session back", self._release, Call(names, (fence,)))
+        await self._link.script("give a session back", self._release, Call(names, (fence, lost_up_to)))
 
     async def commit(self, change: Transaction) -> Committed:
         """See `Store.commit`."""

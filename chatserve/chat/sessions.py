@@ -156,7 +156,7 @@ class Sessions:
             log.error("session %s: the store has lost events %d to %d", session, lease.seq + 1, live.seq)
             self.lose(user, session)
             self._following.break_off(user, session)
-            await self._store.release(user, session, lease.fence)
+            await self._store.release(user, session, lease.fence, lost_up_to=live.seq)
             with contextlib.suppress(NotFoundError, OwnedElsewhereError, LeaseLostError):
                 await self.get(user, session)
 

@@ -213,8 +213,10 @@ class Store(Protocol):
         """
         ...
 
-    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
-        """Give a lease back, so that anyone may take it. Does nothing where it is another's by now."""
+    async def release(self, user: UserId, session: SessionId, fence: int, *, lost_up_to: int = 0) -> None:
+        """Give a lease back, so that anyone may take it. Does nothing where it is another's by now. Where the store has
+        lost events up to a number, the next one gets a number that leaves a hole after it.
+        """
         ...
 
     async def commit(self, change: Transaction) -> Committed:

@@ -37,8 +37,8 @@ class WatchedStore:
     ) -> Lease:
         return await self._watch(self._store.acquire(user, session, owner, instead_of=instead_of))
 
-    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
-        await self._watch(self._store.release(user, session, fence))
+    async def release(self, user: UserId, session: SessionId, fence: int, *, lost_up_to: int = 0) -> None:
+        await self._watch(self._store.release(user, session, fence, lost_up_to=lost_up_to))
 
     async def commit(self, change: Transaction) -> Committed:
         return await self._watch(self._store.commit(change))

@@ -458,6 +458,7 @@ async def test_a_store_that_lost_its_last_writes_is_believed(encoders: Encoders)
         await a.turn(lost, "never happened")
         await a.writing(session, reply, 60)
         a.client.pause()
+        shown = {name: a.mirrors[name].seq for name in (session, lost)}
         store._sessions = older
         store.feeds.interrupt()
         await a.until(lambda: set(a.broken_off) == {session, lost})
@@ -467,6 +468,9 @@ async def test_a_store_that_lost_its_last_writes_is_believed(encoders: Encoders)
         await a.ended(session, reply)
         assert a.text(session, reply) == wanted
         assert not a.mirrors[lost].messages
+        for name, seq in shown.items():
+            assert a.mirrors[name].seq > seq, "no number is used again"
+            assert await a.service.replay(ANN, name, seq) is None, "whoever saw what is lost gets a snapshot"
         await a.turn(lost, "happened", max_tokens=2)
         await agree(a)
         await a.idle()

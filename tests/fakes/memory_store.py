@@ -123,11 +123,13 @@ class MemoryStore:
             found.owner, found.fence = owner, found.fence + 1
         return Lease(found.fence, found.seq)
 
-    async def release(self, user: UserId, session: SessionId, fence: int) -> None:
+    async def release(self, user: UserId, session: SessionId, fence: int, *, lost_up_to: int = 0) -> None:
         await self._turn()
         found = self._sessions.get((user, session))
         if found is not None and found.fence == fence:
             found.owner = NOBODY
+            if found.seq < lost_up_to:
+                found.seq = lost_up_to + 1
 
     async def commit(self, change: Transaction) -> Committed:
         await self._turn()

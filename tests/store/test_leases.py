@@ -95,6 +95,20 @@ async def test_one_owner_has_a_lease_until_it_is_released_or_known_to_be_dead(st
     assert (await store.load(user, SESSION)).fence == 3
 
 
+async def test_numbers_of_lost_events_are_not_used_again(store: RedisStore, user: UserId) -> None:
+    await store.commit(msgspec.structs.replace(create(user), owner=A, fence=1))
+    await store.commit(change(user, events=(selected(), selected()), fence=1))
+    await store.release(user, SESSION, 1, lost_up_to=2)  # nothing was lost
+    assert (await store.acquire(user, SESSION, A)).seq == 2
+    await store.release(user, SESSION, 2, lost_up_to=7)
+    lease = await store.acquire(user, SESSION, B)
+    assert lease.seq == 8
+    assert (await store.commit(change(user, events=(selected(),), fence=lease.fence))).first_seq == 9
+    for known in range(8):
+        assert await store.events(user, SESSION, known) is None, "whoever knows less than the hole starts afresh"
+    assert len(await store.events(user, SESSION, 8)) == 1
+
+
 async def test_a_stale_owner_can_write_nothing(store: RedisStore, user: UserId) -> None:
     await store.commit(msgspec.structs.replace(create(user, SESSION, generating("m1")), owner=A, fence=1))
     assert await store.append([delta(user, "m1", 0, "a", fence=1)]) == [1]
