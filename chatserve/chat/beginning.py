@@ -60,5 +60,6 @@ def make_generation(
         listener=generation,
         output_ids=record.token_ids[record.num_kept_tokens :],
         has_started=generation.has_started,
+        is_promised=True,
     )
     return generation

@@ -7,12 +7,14 @@ it was; it ends exactly once. Knows token ids only, no text, no messages.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 import msgspec
 
+from chatserve.chat.quotas import RETRY_AFTER_S
 from chatserve.chat.run import Run, RunEnd
 from chatserve.engine.messages import (
     CacheReport,
@@ -30,7 +32,7 @@ from chatserve.engine.messages import (
     Submit,
     TokenDelta,
 )
-from chatserve.errors import EngineUnavailableError
+from chatserve.errors import EngineUnavailableError, OverloadedError
 from chatserve.types import FinishReason, RequestId, UserId
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ class EngineLink:
         self._on_down = on_down
         self._runs: dict[RequestId, Run] = {}
         self._stranded: list[Run] = []
-        """Without an engine, to be submitted to the next one."""
+        """Without an engine, to be submitted to the next one; or refused by a full queue, to be submitted again."""
+        self._resubmission: asyncio.TimerHandle | None = None
         self._waiting: set[RequestId] = set()
         self._num_runs: Counter[UserId] = Counter()
         self.num_heard = 0
@@ -91,7 +94,7 @@ class EngineLink:
     @property
     def num_waiting(self) -> int:
         """Runs that the engine has not admitted yet."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._stranded)
 
     def num_runs(self, user: UserId) -> int:
         """A user's runs that have not ended."""
@@ -233,8 +236,28 @@ class EngineLink:
             run.base = None
             self._submit(run)
             return
+        if rejected.code == OverloadedError.code and run.keep is None and (run.is_promised or run.has_started):
+            self._hold_back(run, rejected.retry_after_s or RETRY_AFTER_S)
+            return
         reason = FinishReason.ERROR if run.keep is None else FinishReason.CANCELLED
         self._end(run, RunEnd(reason=reason, code=rejected.code, detail=rejected.detail))
+
+    def _hold_back(self, run: Run, retry_after_s: float) -> None:
+        """The engine's queue is full: after a death all is submitted again at once, and other processes submit too."""
+        self._forget(run)
+        run.request_id = None
+        self._stranded.append(run)
+        if self._resubmission is None:
+            loop = asyncio.get_running_loop()
+            self._resubmission = loop.call_later(retry_after_s, self._resubmit)
+
+    def _resubmit(self) -> None:
+        self._resubmission = None
+        if self._engine.info is None:
+            return  # the next engine gets them
+        stranded, self._stranded = self._stranded, []
+        for run in stranded:
+            self._submit(run)
 
     def _take_finished(self, finished: Finished) -> None:
         run = self._runs.get(finished.request_id)

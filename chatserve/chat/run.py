@@ -55,8 +55,11 @@ class Run:
         listener: RunListener,
         output_ids: Sequence[int] = (),
         has_started: bool = False,
+        is_promised: bool = False,
     ) -> None:
-        """`output_ids`: what another process has generated of it before."""
+        """`output_ids`: what another process has generated of it before. `is_promised`: it was acknowledged, so a full
+        queue is waited for.
+        """
         assert sampling.seed is not None, "the seed is drawn before"
         self.name = name
         self.user = user
@@ -66,6 +69,7 @@ class Run:
         self.stop_token_ids = stop_token_ids
         self.base = base
         self.listener = listener
+        self.is_promised = is_promised
         self.output_ids = list(output_ids)
         self.request_id: RequestId | None = None
         """The engine's current name for it; None while the engine is away."""

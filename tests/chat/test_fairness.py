@@ -49,3 +49,20 @@ async def test_one_users_long_texts_do_not_keep_anothers_from_being_read(encoder
         assert sum(task.done() for task in many) < 15, "they have their turns while the other one's is stored"
         await asyncio.gather(*many, *held)
         await harness.idle()
+
+
+async def test_after_a_death_more_may_be_waiting_than_the_queue_takes_at_once(encoders: Encoders) -> None:
+    """What ran and what waited is all submitted again, and none of it is refused for the queue's sake."""
+    async with Harness(encoders["chatml"], max_running=2, max_queued=2) as harness:
+        session = await harness.create(params={"max_tokens": 30})
+        message, first = await harness.say(session, "four at once")
+        replies = [first, await harness.regenerate(session, message)]
+        for reply in replies:
+            await harness.writing(session, reply)
+        replies += [await harness.regenerate(session, message) for _ in range(2)]
+        harness.client.kill()
+        await harness.until(lambda: harness.client.info is None)
+        harness.client.revive(harness.make_engine())
+        ends = [await harness.ended(session, reply) for reply in replies]
+        assert [end.reason for end in ends] == ["length"] * 4
+        await harness.idle()
