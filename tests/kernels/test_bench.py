@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -23,7 +24,10 @@ def test_rates_floors_and_ratios():
     assert figures["times floor"] == pytest.approx(2.0)
     assert figures["best rival over ours"] == pytest.approx(1.5)
     assert "b us 75" in row.line(CEILINGS)
-    assert row.as_json(CEILINGS)["derived"] == figures
+    row.compare = dict
+    as_json = row.as_json(CEILINGS)
+    assert as_json["derived"] == figures
+    assert json.loads(json.dumps(as_json))["rivals"] == row.rivals
 
 
 def test_the_summary_says_what_the_goals_are_set_on():

@@ -1,7 +1,7 @@
 """`python -m chatserve_kernels.bench`: the tables of kernels/README.md, on this machine's GPU.
 
-Prints each row as it is measured, and writes all of them to `--json` and `--plot`. Rivals that are not installed are
-left out. To add a table, register a function (`tables.table`) in a module that is imported here.
+Prints each row as it is measured, and writes all of them to `--json` and `--plot`. Rivals that may have to be compiled
+come after all tables; those that are not installed are left out. To add a table, register a function (`tables.table`) in a module that is imported here.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ def main() -> None:
     bench = Bench(chosen.milliseconds, with_rivals=not chosen.no_rivals)
     rows: list[Row] = []
     failed = []
+
+    def write() -> None:
+        """After each table, so that a run that is cut short leaves what it has measured."""
+        if chosen.json:
+            chosen.json.write_text(json.dumps(report(rows, ceilings), indent=1))
+        if chosen.plot:
+            chosen.plot.write_text(svg(rows, title))
+
     for name in chosen.tables:
         try:
             for row in TABLES[name](bench):
@@ -48,11 +56,17 @@ def main() -> None:
             traceback.print_exc()
             failed.append(name)
             free()
-        # After each, so that a run that is cut short leaves what it has measured.
-        if chosen.json:
-            chosen.json.write_text(json.dumps(report(rows, ceilings), indent=1))
-        if chosen.plot:
-            chosen.plot.write_text(svg(rows, title))
+        write()
+    try:
+        for row in rows:
+            if row.compare is not None:
+                print(f"rivals of {row.table} {row.work}, which may have to be compiled:", flush=True)
+                row.rivals |= row.compare()
+                print(row.line(ceilings), flush=True)
+                write()
+    except Exception:  # noqa: BLE001 - ours are measured
+        traceback.print_exc()
+        failed.append("rivals")
     for line in summary(rows):
         print(line)
     if failed:

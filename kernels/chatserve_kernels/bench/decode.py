@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import time
 from typing import TYPE_CHECKING
@@ -66,19 +67,29 @@ def _decode(bench: Bench, name: str, works: Sequence[Workload]) -> Iterator[Row]
         if not chosen:
             continue
         ours = Ours(POOL_BYTES if num_layers == 32 else MOST_BLOCKS * 2**20, num_layers)
-        rival = FlashInfer(MOST_BLOCKS) if bench.with_rivals and FlashInfer.is_installed() else None
         for work in chosen:
             us, host_us = ours.decode_us(bench, work)
             row = Row(name, work.label, us, bytes=work.unique_bytes, flops=work.flops, more={"plan us": host_us})
             if work.levels:
                 row.more["not shared us"], _ = ours.decode_us(bench, work, share=False)
-            if rival is not None:
-                row.rivals["FlashInfer"] = rival.flat_us(bench, work)
-                if work.levels:
-                    row.rivals["cascade"] = rival.cascade_us(bench, work)
+            if bench.with_rivals and FlashInfer.is_installed():
+                row.compare = functools.partial(_rivals, bench, work)
             yield row
-        del ours, rival
+        del ours
         free()
+
+
+def _rivals(bench: Bench, work: Workload) -> dict[str, float]:
+    rival = _flashinfer()
+    us = {"FlashInfer": rival.flat_us(bench, work)}
+    if work.levels:
+        us["cascade"] = rival.cascade_us(bench, work)
+    return us
+
+
+@functools.cache
+def _flashinfer() -> FlashInfer:
+    return FlashInfer(MOST_BLOCKS)
 
 
 class Ours:
