@@ -1,7 +1,8 @@
 """`python -m chatserve_kernels.bench`: the tables of kernels/README.md, on this machine's GPU.
 
 Prints each row as it is measured, and writes all of them to `--json` and `--plot`. Rivals that may have to be compiled
-come after all tables; those that are not installed are left out. To add a table, register a function (`tables.table`) in a module that is imported here.
+come after all tables; those that are not installed are left out. To add a table, register a function (`tables.table`)
+in a module that is imported here.
 """
 
 from __future__ import annotations
