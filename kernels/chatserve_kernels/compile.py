@@ -27,6 +27,8 @@ from chatserve_kernels.launch import MERGE_WARPS, MIN_DOT, merge_constants
 from chatserve_kernels.tiles import TileConfig
 
 TARGET = GPUTarget("cuda", 90, 32)
+OLDER_TARGET = GPUTarget("cuda", 80, 32)
+"""A GPU without Hopper's instructions, where the engine samples by our kernels and attends by torch."""
 _ELEMENTS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "float8_e4m3fn": "*fp8e4nv"}
 _ATTEND_TENSORS = 14
 _ATTEND_FLOATS = ("score_scale", "score_cap")
@@ -141,14 +143,14 @@ def compile_merge(*, num_kv_heads: int = 8, group_size: int = 4, head_dim: int =
     return _compile(merge_kernel, signature, constants, list(types), {"num_warps": MERGE_WARPS})
 
 
-def _compile(kernel, signature, constants, divisible, options, source=ASTSource) -> Usage:
+def _compile(kernel, signature, constants, divisible, options, source=ASTSource, target=TARGET) -> Usage:
     recipe = source(
         fn=kernel,
         signature=signature,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
-    compiled = triton.compile(recipe, target=TARGET, options=options)
+    compiled = triton.compile(recipe, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -187,8 +189,11 @@ def specialisations(head_dim: int, dtype: str, *, plain: bool = False) -> dict[s
 
 
 def step_specialisations(dtype: str) -> dict[str, Usage]:
-    """The kernels around attention (see `compile_step`)."""
-    return {label: _compile(*recipe) for label, *recipe in compile_step.recipes(dtype)}
+    """The kernels around attention (see `compile_step`), and those that older GPUs run too as these do."""
+    usages = {label: _compile(*recipe) for label, *recipe in compile_step.recipes(dtype)}
+    for label, *recipe in compile_step.sampling_recipes(dtype, early=False):
+        usages[f"{label} sm_{OLDER_TARGET.arch}"] = _compile(*recipe, target=OLDER_TARGET)
+    return usages
 
 
 def main() -> None:

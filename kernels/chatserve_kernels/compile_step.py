@@ -30,18 +30,19 @@ class Recipe(NamedTuple):
 
 def recipes(dtype: str) -> Iterator[Recipe]:
     """For logits or activations of `dtype`."""
-    yield from _sampling(dtype)
+    yield from sampling_recipes(dtype, early=True)
     yield from _rope(dtype)
 
 
-def _sampling(dtype: str) -> Iterator[Recipe]:
+def sampling_recipes(dtype: str, *, early: bool) -> Iterator[Recipe]:
+    """`early`: for devices that can launch kernels early (see `early_launch`)."""
     space = SamplingWorkspace(1, VOCAB_SIZE, torch.device("meta"))
     types = dict.fromkeys(("floats", "maxima", "agreed", "open_scores"), "*fp32")
     types |= dict.fromkeys(("rows", "counts", "ints", "open_ids"), "*i32")
     types |= {"logits": ELEMENTS[dtype], "positions": "*i64", "tokens": "*i64"}
     for name in ("chunk", "bound", "draw", "choose"):
         for has_counts in (False, True):
-            constants = chunk_constants(space) | {"HAS_COUNTS": has_counts, "DEPENDS": True}
+            constants = chunk_constants(space) | {"HAS_COUNTS": has_counts, "DEPENDS": early}
             yield _recipe(
                 f"sampling {name} {dtype}{' penalties' * has_counts}",
                 getattr(sampling, f"{name}_kernel"),

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from chatserve_kernels.early_launch import can_launch_early, early_launch
 from chatserve_kernels.rope import rope_store_kv
 
 __all__ = ["add_rms_norm", "copy_blocks", "rope_store_kv", "silu_mul"]
@@ -75,9 +76,9 @@ def add_rms_norm(
             residual.stride(0),
             WIDTH=width,
             WIDTH_PAD=triton.next_power_of_2(width),
-            DEPENDS=hidden.is_cuda,
+            DEPENDS=can_launch_early(hidden.device),
             num_warps=8 if width > 2048 else 4,
-            **({"launch_pdl": True} if hidden.is_cuda else {}),
+            **early_launch(hidden.device),
         )
     return out
 
@@ -119,9 +120,9 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
             gate_up.stride(0),
             WIDTH=width,
             N=columns,
-            DEPENDS=gate_up.is_cuda,
+            DEPENDS=can_launch_early(gate_up.device),
             num_warps=4,
-            **({"launch_pdl": True} if gate_up.is_cuda else {}),
+            **early_launch(gate_up.device),
         )
     return out
 

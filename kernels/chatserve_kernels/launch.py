@@ -14,6 +14,7 @@ import triton
 
 from chatserve_kernels import attend_hopper
 from chatserve_kernels.attend import attend_kernel, merge_kernel
+from chatserve_kernels.early_launch import can_launch_early, early_launch
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DevicePlan
@@ -66,7 +67,7 @@ class Call:
             "HAS_WINDOW": self.plan.window is not None,
             "HAS_CAP": self.softcap is not None,
             "IS_CAUSAL": self.plan.is_causal,
-            "DEPENDS": depends if self.query.is_cuda else 0,
+            "DEPENDS": depends if can_launch_early(self.query.device) else 0,
         }
         if not merges and self._is_for_hopper(config):
             self._on_hopper(config, starts, items, constants)
@@ -83,9 +84,9 @@ class Call:
             self.plan.merges,
             *self.out.stride()[:2],
             **self._merge_constants,
-            DEPENDS=int(self.query.is_cuda),
+            DEPENDS=int(can_launch_early(self.query.device)),
             num_warps=MERGE_WARPS,
-            **self._launch_early,
+            **early_launch(self.query.device),
         )
 
     def _is_for_hopper(self, config: TileConfig) -> bool:
@@ -123,7 +124,7 @@ class Call:
             **attend_hopper.constants(config, self.query.shape[1], key.shape[1], key.shape[3], key.shape[2]),
             **constants,
             **config.hopper.options,
-            **self._launch_early,
+            **early_launch(self.query.device),
         )
 
     def _anywhere(
@@ -163,7 +164,7 @@ class Call:
             WIDEN=not self.query.is_cuda,
             **constants,
             **config.options,
-            **self._launch_early,
+            **early_launch(self.query.device),
         )
 
     def _grid(self, starts: torch.Tensor) -> tuple[int]:
@@ -178,7 +179,3 @@ class Call:
         if self.softcap is None:
             return self.scale * LOG2_E, 0.0
         return 2 * self.scale * LOG2_E / self.softcap, self.softcap * LOG2_E
-
-    @property
-    def _launch_early(self) -> dict[str, bool]:
-        return {"launch_pdl": True} if self.query.is_cuda else {}

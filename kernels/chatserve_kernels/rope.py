@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from chatserve_kernels.early_launch import can_launch_early, early_launch
+
 E4M3_MAX = tl.constexpr(448.0)
 TOKENS = 1
 """A program's."""
@@ -242,7 +244,7 @@ def rope_store_kv(
         **constants(num_heads, num_kv_heads, head_dim, half, block_size),
         HAS_NORM=norms is not None,
         IS_FP8=is_fp8,
-        DEPENDS=query.is_cuda,
+        DEPENDS=can_launch_early(query.device),
         num_warps=NUM_WARPS,
-        **({"launch_pdl": True} if query.is_cuda else {}),
+        **early_launch(query.device),
     )

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import triton
 
+from chatserve_kernels.early_launch import can_launch_early, early_launch
 from chatserve_kernels.sampling_choose import choose_kernel
 from chatserve_kernels.sampling_kernels import bound_kernel, chunk_kernel, draw_kernel
 from chatserve_kernels.sampling_row import AGREED, FLOATS, GROUP, INTS, ROW_WORDS
@@ -156,9 +157,8 @@ def sample_tokens(
     count_slots = space.ints if counts is None else counts
     sizes = (logits.stride(0), vocab_size, count_slots.stride(0), space.num_chunks)
     constants = chunk_constants(space)
-    options = {"HAS_COUNTS": counts is not None, "DEPENDS": logits.is_cuda}
-    if logits.is_cuda:
-        options["launch_pdl"] = True
+    options = {"HAS_COUNTS": counts is not None, "DEPENDS": can_launch_early(logits.device)}
+    options |= early_launch(logits.device)
     # Each program prepares its row before its chunks, so there are no more programs than keep the device busy.
     programs_a_row = max(1, min(space.num_chunks, triton.cdiv(PROGRAMS, num_rows)))
     grid = (programs_a_row, num_rows)

@@ -10,7 +10,7 @@ from chatserve_kernels import attend_hopper, launch
 from chatserve_kernels.configs import default_configs, prefill_configs
 from chatserve_kernels.tiles import TileConfig
 
-from tests.kernels.decode_cases import Case, Heads, forest
+from tests.kernels.decode_cases import DEVICE, Case, Heads, forest
 from tests.kernels.test_prefill import check
 
 HEADS = Heads(8, 2, 128, dtype=torch.bfloat16)
@@ -24,7 +24,8 @@ class Recorder:
         self.calls: list[dict[str, object]] = []
 
     def __getitem__(self, grid: tuple[int]):
-        def launch(*args, num_warps: int, maxnreg: int | None = None, **kwargs) -> None:
+        def launch(*args, num_warps: int, maxnreg: int | None = None, launch_pdl: bool = False, **kwargs) -> None:
+            assert launch_pdl == bool(kwargs["DEPENDS"]), "what waits is launched early, and nothing else"
             bound = self.signature.bind(*args, **kwargs)
             self.calls.append(bound.arguments | {"grid": grid, "num_warps": num_warps, "maxnreg": maxnreg})
 
@@ -46,7 +47,8 @@ def test_decode_launches_a_wide_and_a_narrow_grid_with_the_arguments_that_the_ke
     case.run(configs=default_configs(128, is_half=True, max_rows=256), num_processors=12)
     wide, narrow = recorded.calls
     assert (wide["WARPGROUPS"], narrow["WARPGROUPS"]) == (2, 1)
-    assert (wide["DEPENDS"], narrow["DEPENDS"]) == (0, 0)  # no CUDA, nothing to wait for
+    waits = (1, 2) if DEVICE.type == "cuda" else (0, 0)  # off CUDA there is nothing to wait for
+    assert (wide["DEPENDS"], narrow["DEPENDS"]) == waits
     assert wide["grid"] == (12,)
     assert narrow["grid"] == (24,)
     assert (wide["HAS_WINDOW"], wide["HAS_CAP"], wide["IS_CAUSAL"]) == (True, True, False)
