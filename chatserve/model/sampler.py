@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from chatserve.types import SamplingParams
 
 _CANDIDATES = 512
+_LEAST_TEMPERATURE = 1e-30
+"""Lower ones draw the same, but scores divided by them would be infinite, and so all alike."""
 _NOISY_ROWS = 8
 """Rows whose noise is drawn together over the whole vocabulary: 8 bytes a token, several times over."""
 
@@ -107,7 +109,7 @@ def _penalise(logits: torch.Tensor, params: Sequence[SamplingParams], histories:
 def _draw(scores: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
     """int64 [num_rows] by temperature, top-k, top-p, min-p and the Gumbel-max trick."""
     device = scores.device
-    temperatures = torch.tensor([its.temperature for its in params], device=device)
+    temperatures = torch.tensor([max(its.temperature, _LEAST_TEMPERATURE) for its in params], device=device)
     scores = scores / temperatures[:, None]
     keys = torch.from_numpy(draw_keys([_seed(its) for its in params], positions)).to(device)
     filtered = np.array([its.top_k > 0 or its.top_p < 1.0 or its.min_p > 0.0 for its in params])

@@ -372,7 +372,8 @@ def attend_hopper_kernel(
     IS_CAUSAL: gl.constexpr,
     DEPENDS: gl.constexpr,  # waits for the kernel before: 0 no, 1 before it reads any keys, 2 at its end
 ):
-    """Arguments as `attend_kernel`'s; tiles have 128 query rows, and the launch 4 warps, to which 5 more are added."""
+    """Arguments as `attend_kernel`'s; tiles have 64 query rows a warpgroup. The launch's 4 warps are the first
+    warpgroup, to which the second one, if any, and the warp that fetches are added."""
     if DEPENDS == 2:
         gdc_launch_dependents()
     program = gl.program_id(0)

@@ -55,7 +55,7 @@ def forest_decode(
 
     Keys and values may be float8_e4m3fn: they are widened to the query's type before they are multiplied, since
     Hopper's 8-bit products lose accuracy over long contexts. `key_scale` and `value_scale`, float32 [1] or
-    [num_kv_heads] on the device, are what the stored numbers must be multiplied by.
+    [num_kv_heads] on the device, are what the stored numbers must be multiplied by, and above 0.
 
     Returns `out`, like `query`.
     """
@@ -103,7 +103,9 @@ def _attend(
 ) -> torch.Tensor:
     if out is None:
         out = torch.empty_like(query)
-    _check(query, key, value, tables, out, plan, scale)
+    _check(query, key, value, tables, out, plan)
+    _check_factors(scale, softcap)
+    _check_workspace(workspace, plan, key.shape[1], *query.shape[1:])
     _check_scales(key_scale, value_scale, key.shape[1], query.device)
     call = Call(out, query, key, value, tables, plan, workspace, scale, softcap, key_scale, value_scale)
     configs = plan.configs
@@ -126,7 +128,6 @@ def _check(
     tables: torch.Tensor,
     out: torch.Tensor,
     plan: DevicePlan,
-    scale: float,
 ) -> None:
     num_rows, num_heads, head_dim = query.shape
     if key.shape != value.shape or key.shape[3] != head_dim or num_heads % key.shape[1]:
@@ -139,8 +140,28 @@ def _check(
         raise ValueError("expected a stride of 1 along head_dim")
     if plan.num_rows != num_rows:
         raise ValueError(f"expected the plan's {plan.num_rows} rows, got {num_rows}")
+
+
+def _check_factors(scale: float, softcap: float | None) -> None:
     if scale <= 0:
         raise ValueError(f"expected a scale above 0, got {scale}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"expected a soft cap above 0, or None, got {softcap}")
+
+
+def _check_workspace(
+    workspace: DecodeWorkspace, plan: DevicePlan, num_kv_heads: int, num_heads: int, head_dim: int
+) -> None:
+    """One that is too small would be written past its end."""
+    layout = plan.layout
+    partials, *heads = workspace.out.shape
+    rows, kv_heads = workspace.arrivals.shape
+    if partials < layout.max_partials or rows < layout.max_rows:
+        wanted = f"{layout.max_partials} partial results of {layout.max_rows} rows"
+        raise ValueError(f"expected a workspace for the plan's {wanted}, got one for {partials} of {rows}")
+    if (*heads, kv_heads) != (num_heads, head_dim, num_kv_heads):
+        wanted = f"{num_heads} heads of {head_dim} and {num_kv_heads} KV heads"
+        raise ValueError(f"expected a workspace for {wanted}, got one for {heads} and {kv_heads}")
 
 
 def _check_scales(

@@ -5,8 +5,8 @@
     rope_store_kv    rotates queries and keys and stores keys and values (see `rope`)
     copy_blocks      whole blocks of a pool, for copy-on-write
 
-On CUDA each waits for the kernel before it and lets the one after it begin (programmatic dependent launch), so that
-launches in a row overlap their prologues.
+The first three wait for the kernel before them by themselves and let the one after them begin (`early_launch`), so
+that launches in a row overlap their prologues.
 
 Arithmetic is float32; what a later step reads again is rounded once, to the tensors' own type. Last dimensions must be
 contiguous, all others may have any stride; offsets into a pool are 64-bit.
@@ -153,6 +153,9 @@ def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     """
     if not pool.is_contiguous() or pool[0].nbytes % 8:
         raise ValueError("expected a contiguous pool of blocks of a multiple of 8 bytes")
+    if sources.shape != targets.shape or any(ids.dtype != torch.int64 for ids in (sources, targets)):
+        got = f"{sources.dtype} {list(sources.shape)} and {targets.dtype} {list(targets.shape)}"
+        raise ValueError(f"expected as many int64 targets as sources, got {got}")
     words = pool.view(len(pool), -1).view(torch.int64)
     if len(sources):
         size = min(4096, triton.next_power_of_2(words.shape[1]))

@@ -66,6 +66,8 @@ def store_kv(
     _expect_rows(key, value, key_cache, value_cache, slots)
     if key_cache.shape != value_cache.shape or key_cache.shape[1::2] != (num_kv_heads, head_dim):
         raise ValueError(f"expected caches of {num_kv_heads} heads of {head_dim}, got {list(key_cache.shape)}")
+    if slots.shape != (num_tokens,) or slots.dtype != torch.int64:
+        raise ValueError(f"expected int64 slots [{num_tokens}], got {slots.dtype} {list(slots.shape)}")
     if num_tokens:
         store_kv_kernel[(num_tokens,)](
             key,

@@ -72,10 +72,7 @@ class DecodePlanner:
         pace: Pace | None = None,
     ) -> None:
         assert alone.query_rows <= beside.query_rows
-        if not 1 <= group_size <= alone.query_rows:
-            raise PlanError(f"expected a group size from 1 to {alone.query_rows}, got {group_size}")
-        if block_size & (block_size - 1):
-            raise PlanError(f"expected a block size that is a power of two, got {block_size}")
+        _check_sizes(group_size, alone, block_size)
         self._block_size = block_size
         self._max_context = max_context
         self._cost = cost
@@ -126,6 +123,7 @@ class DecodePlanner:
         nothing is shared widely; None: as suits these rows.
         """
         num_rows = len(lengths)
+        _check_window(window)
         if num_rows + num_padding > self.layout.max_rows:
             raise PlanError(f"expected at most {self.layout.max_rows} rows, got {num_rows} and {num_padding} more")
         if num_rows and (longest := int(lengths.max())) > min(self._max_context, tables.shape[1] * self._block_size):
@@ -253,8 +251,7 @@ class PrefillPlanner:
     """
 
     def __init__(self, *, max_tokens: int, max_rows: int, group_size: int, block_size: int, tile: TileShape) -> None:
-        if not 1 <= group_size <= tile.query_rows:
-            raise PlanError(f"expected a group size from 1 to {tile.query_rows}, got {group_size}")
+        _check_sizes(group_size, tile, block_size)
         self._tile, self._block_size = tile, block_size
         self._tokens = tile.rows(group_size)
         max_segments = max_rows + max_tokens // self._tokens
@@ -280,6 +277,7 @@ class PrefillPlanner:
         """Row i's tokens `starts[i]` to `starts[i] + lengths[i]` are new; the batch holds one row's after another's,
         and `num_padding` more tokens, for which nothing is read or written."""
         num_tokens = int(lengths.sum())
+        _check_window(window)
         if num_tokens + num_padding > self.layout.max_rows:
             raise PlanError(f"expected at most {self.layout.max_rows} tokens, got {num_tokens} and {num_padding} more")
         tiles = -(-lengths // self._tokens)
@@ -302,6 +300,18 @@ class PrefillPlanner:
         return pack(
             self.layout, np.arange(num_tokens + num_padding), positions, work, window, with_wide=True, is_causal=True
         )
+
+
+def _check_sizes(group_size: int, tile: TileShape, block_size: int) -> None:
+    if not 1 <= group_size <= tile.query_rows:
+        raise PlanError(f"expected a group size from 1 to {tile.query_rows}, got {group_size}")
+    if block_size < 1 or block_size & (block_size - 1):
+        raise PlanError(f"expected a block size that is a power of two, got {block_size}")
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise PlanError(f"expected a window of at least 1 token, or None, got {window}")
 
 
 def _trim(segments: Segments, visible: NDArray[np.int64]) -> Segments:

@@ -216,9 +216,14 @@ def rope_store_kv(
         raise ValueError("expected a stride of 1 along the last dimension")
     if not cos_sin.is_contiguous() or cos_sin.dtype != torch.float32 or 2 * half > head_dim:
         raise ValueError(f"expected contiguous float32 angles of at most {head_dim}, got {list(cos_sin.shape)}")
+    if any(each.shape != (num_tokens,) or each.dtype != torch.int64 for each in (positions, slots)):
+        got = f"{positions.dtype} {list(positions.shape)} and {slots.dtype} {list(slots.shape)}"
+        raise ValueError(f"expected int64 positions and slots [{num_tokens}], got {got}")
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     if is_fp8 != (kv_scales is not None):
         raise ValueError(f"expected kv_scales with a cache of float8_e4m3fn and no other, got {key_cache.dtype}")
+    if kv_scales is not None and (kv_scales.shape != (2,) or kv_scales.dtype != torch.float32):
+        raise ValueError(f"expected float32 kv_scales [2], got {kv_scales.dtype} {list(kv_scales.shape)}")
     if not num_tokens:
         return
     query_norm, key_norm = norms or (query, query)

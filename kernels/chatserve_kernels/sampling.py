@@ -151,6 +151,8 @@ def sample_tokens(
     _check(logits, rows, positions, workspace, counts)
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    elif out.shape != (num_rows,) or out.dtype != torch.int64 or not out.is_contiguous():
+        raise ValueError(f"expected a contiguous int64 out [{num_rows}], got {out.dtype} {list(out.shape)}")
     if not num_rows:
         return out
     space = workspace

@@ -181,7 +181,8 @@ def noise_chance(words, total):
 @triton.jit
 def min_p_cut(words):
     min_p = float_setting(words, 3)
-    return tl.where(min_p > 0.0, tl.log2(tl.maximum(min_p, 1e-37)), -float("inf"))
+    # At most 0, so that the largest is kept.
+    return tl.where(min_p > 0.0, tl.minimum(tl.log2(tl.maximum(min_p, 1e-37)), 0.0), -float("inf"))
 
 
 @triton.jit

@@ -33,7 +33,7 @@ class TileConfig:
     programs: int
     max_registers: int | None = None
     hopper: HopperTile | None = None
-    """For tiles of 128 rows; the numbers above are for what it does not take."""
+    """For tiles of 64 or 128 rows; the numbers above are for what it does not take."""
 
     @property
     def options(self) -> dict[str, int]:

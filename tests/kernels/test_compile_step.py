@@ -1,4 +1,5 @@
-"""The kernels around attention compile for a Hopper GPU, without one, and spill no registers; sampling for older ones too."""
+"""The kernels around attention compile for a Hopper GPU, without one, and those of sampling for older ones too; none
+spills registers."""
 
 from __future__ import annotations
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from chatserve_kernels.device_plan import DevicePlan, make_planner
+from chatserve_kernels.forest import CostModel
+from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.decode_cases import DEVICE, Case, Heads, assert_close, flat, forest
+from tests.kernels.decode_cases import DEVICE, SMALL_CONFIGS, Case, Heads, assert_close, flat, forest
 from tests.kernels.test_plan import forests
 
 AWKWARD = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65]
@@ -193,5 +196,42 @@ def test_what_does_not_fit_together_is_refused():
         with pytest.raises(ValueError, match=message):
             case.run()
     case = Case(flat([20], 16))
-    with pytest.raises(ValueError, match="scale above 0"):
-        Case(case.forest, scale=0.0).run()
+    for factors, message in (
+        ({"scale": 0.0}, "scale above 0, got 0.0"),
+        ({"softcap": 0.0}, "soft cap above 0, or None, got 0.0"),
+        ({"softcap": -5.0}, "soft cap above 0, or None, got -5.0"),
+        ({"window": 0}, "window of at least 1 token, or None, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Case(case.forest, **factors).run()
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "message"),
+    [
+        (1, (4, 2, 64), r"partial results of 3 rows, got one for \d+ of 1"),
+        (3, (2, 2, 64), r"expected a workspace for 4 heads of 64 and 2 KV heads, got one for \[2, 64\] and 2"),
+        (3, (4, 1, 64), r"and 2 KV heads, got one for \[4, 64\] and 1"),
+        (3, (4, 2, 32), r"of 64 and 2 KV heads, got one for \[4, 32\] and 2"),
+    ],
+)
+def test_a_workspace_that_would_be_written_past_its_end_is_refused(rows, heads, message):
+    case = Case(flat([20, 30, 5], 16))
+    planners = {
+        max_rows: make_planner(
+            SMALL_CONFIGS,
+            num_processors=6,
+            max_rows=max_rows,
+            max_context=64,
+            num_heads=4,
+            num_kv_heads=2,
+            block_size=16,
+            cost=CostModel(),
+        )
+        for max_rows in (1, 3)
+    }
+    plan = DevicePlan(planners[3].layout, SMALL_CONFIGS, DEVICE)
+    plan.send(planners[3].plan(case.forest.tables, case.forest.lengths))
+    workspace = DecodeWorkspace(planners[rows].layout, *heads, DEVICE)
+    with pytest.raises(ValueError, match=message):
+        forest_decode(case.query, case.key, case.value, case.tables, plan, workspace, scale=0.2)

@@ -64,3 +64,6 @@ def test_wrong_layouts_are_refused():
         silu_mul(randn(4, 8).T)
     with pytest.raises(ValueError, match="contiguous pool"):
         copy_blocks(randn(4, 8).T, torch.tensor([0]), torch.tensor([1]))
+    for targets in (torch.tensor([1, 2]), torch.tensor([1], dtype=torch.int32)):
+        with pytest.raises(ValueError, match="as many int64 targets as sources"):
+            copy_blocks(randn(4, 8), torch.tensor([0]), targets)

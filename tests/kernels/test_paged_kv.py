@@ -94,5 +94,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         gather_kv(room[0], room[1], keys, values, table, 4)
     with pytest.raises(ValueError, match="caches of 2 heads of 16"):
         store_kv(room[0].transpose(0, 1), room[1].transpose(0, 1), keys[:, :1], values[:, :1], table.long())
+    with pytest.raises(ValueError, match=r"int64 slots \[3\], got torch.int32 \[4\]"):
+        store_kv(room[0].transpose(0, 1), room[1].transpose(0, 1), keys, values, table)
     with pytest.raises(ValueError, match="contiguous int32"):
         update_tables(table.long().view(2, 2), table.long(), table.long())

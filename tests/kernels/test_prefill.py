@@ -107,3 +107,19 @@ def test_more_tokens_than_the_planner_was_made_for_are_refused():
     )
     with pytest.raises(PlanError, match="at most 8 tokens, got 9"):
         planner.plan(np.array([0, 3]), np.array([4, 5]))
+    with pytest.raises(PlanError, match="window of at least 1 token, or None, got 0"):
+        planner.plan(np.array([0]), np.array([4]), window=0)
+
+
+@pytest.mark.parametrize("block_size", [0, 24])
+def test_blocks_that_are_no_power_of_two_are_refused(block_size):
+    with pytest.raises(PlanError, match=f"a power of two, got {block_size}"):
+        make_prefill_planner(
+            SMALL_CONFIGS,
+            num_processors=6,
+            max_tokens=8,
+            max_rows=2,
+            num_heads=4,
+            num_kv_heads=2,
+            block_size=block_size,
+        )

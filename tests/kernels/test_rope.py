@@ -94,8 +94,13 @@ def test_what_the_kernel_cannot_use_is_refused():
         rope_store_kv(*heads, *caches, *indices, randn(3, 8))
     with pytest.raises(ValueError, match="stride of 1"):
         rope_store_kv(*heads[:2], randn(1, 4, 2).transpose(1, 2)[:, :1], *caches, *indices, randn(3, 4))
+    for wrong in (torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"expected int64 positions and slots \[1\], got"):
+            rope_store_kv(*heads, *caches, indices[0], wrong, randn(3, 4))
     with pytest.raises(ValueError, match=r"kv_scales with a cache of float8_e4m3fn and no other, got torch.float32"):
         rope_store_kv(*heads, *caches, *indices, randn(3, 4), kv_scales=torch.ones(2))
     caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    with pytest.raises(ValueError, match=r"expected float32 kv_scales \[2\], got torch.float32 \[1\]"):
+        rope_store_kv(*heads, *caches, *indices, randn(3, 4), kv_scales=torch.ones(1))
     with pytest.raises(ValueError, match="expected kv_scales"):
         rope_store_kv(*heads, *caches, *indices, randn(3, 4))

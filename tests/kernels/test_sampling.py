@@ -29,6 +29,8 @@ OPTIONS = [
     {"top_p": 1e-9},
     {"min_p": 0.1},
     {"min_p": 1.0},
+    {"temperature": 1e-40},
+    {"temperature": 1e-25, "top_p": 0.5},
     {"top_k": 20, "top_p": 0.8},
     {"top_p": 0.95, "min_p": 0.05},
     {"top_k": 1_000_000, "top_p": 0.7},
@@ -256,6 +258,9 @@ def test_what_the_kernels_cannot_use_is_refused():
             sample_tokens(*arguments, workspace)
     with pytest.raises(ValueError, match="int32 counts of 32 tokens"):
         sample_tokens(logits, words, positions, workspace, counts=torch.zeros(1, 31, dtype=torch.int32))
+    for out in (positions.int(), torch.zeros(4, dtype=torch.int64, device=DEVICE)[::2], positions[:1]):
+        with pytest.raises(ValueError, match=r"contiguous int64 out \[2\]"):
+            sample_tokens(logits, words, positions, workspace, out=out)
     with pytest.raises(ValueError, match=r"rows of sampling\.ROW"):
         to_words(np.zeros(3))
     assert sample_tokens(logits[:0], words[:0], positions[:0], workspace).numel() == 0

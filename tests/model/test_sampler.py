@@ -148,6 +148,13 @@ def test_temperature_zero_is_the_argmax_and_ignores_filters() -> None:
     assert sample(logits.clone(), [its] * 4, [0] * 4, [None] * 4) == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-38, 1e-40, 1e-60])
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_the_lowest_temperatures_take_the_largest_logit(temperature: float, fields: dict[str, float]) -> None:
+    logits = torch.tensor([[0.5, 30.0, 29.0, -1.0, 3e3, 2e3]])
+    assert sample(logits, [drawn(temperature=temperature, **fields)], [7], [None]) == [4]
+
+
 def test_greedy_rows_cost_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("noise was made for a greedy row")
