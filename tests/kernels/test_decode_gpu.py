@@ -80,8 +80,11 @@ def test_long_rows_keep_their_precision():
     case.check(configs=configs_for(LLAMA, 1), num_processors=132)
 
 
-def test_blocks_at_the_top_of_a_large_pool():
-    case = Case(flat([400, 333], 16), LLAMA)
+@pytest.mark.parametrize("num_sharing", [2, 40])
+def test_blocks_at_the_top_of_a_large_pool(num_sharing):
+    """Read by small tiles alone, and by wide ones and those beside them."""
+    paths = [[("system", 1024), (str(row), 9 * row + 1)] for row in range(num_sharing)]
+    case = Case(forest(paths, 16), LLAMA)
     num_blocks = 6 * 2**30 // (2 * 8 * 16 * 128 * 2)
     pool = torch.empty((num_blocks, 2, 8, 16, 128), dtype=torch.bfloat16, device=CUDA)
     shift = num_blocks - len(case.key)
@@ -90,7 +93,7 @@ def test_blocks_at_the_top_of_a_large_pool():
     known = case.forest.tables < 10**6
     case.forest.tables[known] += shift
     case.tables = torch.from_numpy(case.forest.tables).cuda()
-    case.check(configs=configs_for(LLAMA, 1), num_processors=132)
+    case.check(configs=configs_for(LLAMA, num_sharing), num_processors=132)
 
 
 class Replayed:
