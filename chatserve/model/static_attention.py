@@ -134,6 +134,8 @@ class StaticStep:
         """Of `with_wide`: few rows never share widely."""
         self._planned: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         """Rows and their versions, as the decode planner knows them."""
+        self._is_idle = False
+        """Whether the plan on the device is one of no rows."""
         self.workspace: DecodeWorkspace | None = None
 
     def prepare_capture(self, *, with_wide: bool) -> None:
@@ -183,6 +185,8 @@ class StaticStep:
 
     def _send_decodes(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], *, with_wide: bool | None) -> bool:
         tables, planner = self._inputs.tables, self._decode_planner
+        if self._is_idle and not len(rows) and not with_wide:
+            return False  # what lies on the device says so already, as it does from turn to turn of one session
         versions = tables.versions[rows]
         same = (
             self._planned is not None
@@ -191,7 +195,7 @@ class StaticStep:
         )
         # The tables are looked at only where rows are new, and only as far as they go.
         known = tables.host if same else tables.host[rows, : int(tables.num_blocks[rows].max(initial=1))]
-        self._planned = None
+        self._planned, self._is_idle = None, False
         for window, device_plan in self._decode_plans.items():
             plan: DecodePlan = planner.plan(
                 known,
@@ -205,6 +209,7 @@ class StaticStep:
             same, with_wide = True, plan.with_wide
         self._planned = rows.copy(), versions
         assert with_wide is not None
+        self._is_idle = not len(rows) and not with_wide
         return with_wide
 
     def _slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
