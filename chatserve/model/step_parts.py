@@ -13,7 +13,8 @@ import torch
 from chatserve_kernels.dense_prefill import dense_prefill
 from chatserve_kernels.device_plan import DevicePlan
 from chatserve_kernels.forest_decode import forest_decode, paged_prefill
-from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
+from chatserve_kernels.plan import DecodePlanner
+from chatserve_kernels.prefill_plan import PrefillPlanner
 from chatserve_kernels.work import rename_tables
 
 if TYPE_CHECKING:

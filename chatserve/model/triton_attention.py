@@ -30,7 +30,8 @@ from chatserve.model.step_parts import DenseRow, PagedKernel, PagedRows
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DecodeConfigs
-    from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
+    from chatserve_kernels.plan import DecodePlanner
+    from chatserve_kernels.prefill_plan import PrefillPlanner
     from chatserve_kernels.work import PlanLayout
     from numpy.typing import NDArray
 

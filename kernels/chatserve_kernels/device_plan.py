@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chatserve_kernels.plan import DecodePlanner, PrefillPlanner
+from chatserve_kernels.plan import DecodePlanner
+from chatserve_kernels.prefill_plan import PrefillPlanner
 from chatserve_kernels.staging import PinnedRing
 from chatserve_kernels.work import ENTRY_FIELDS, ITEM_FIELDS, MERGE_FIELDS, DecodePlan, PlanLayout, TileShape
 

@@ -138,6 +138,8 @@ def _check(
         raise ValueError("expected int32 tables with contiguous rows")
     if any(tensor.stride(-1) != 1 for tensor in (query, key, value, out)):
         raise ValueError("expected a stride of 1 along head_dim")
+    if key.shape[2] != plan.layout.block_size:
+        raise ValueError(f"expected blocks of {plan.layout.block_size} tokens, as planned, got {key.shape[2]}")
     if plan.num_rows != num_rows:
         raise ValueError(f"expected the plan's {plan.num_rows} rows, got {num_rows}")
 

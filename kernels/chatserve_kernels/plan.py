@@ -1,9 +1,9 @@
-"""The planners: which segments a step of decode has, or one of new tokens.
+"""The planner of decode: which segments a step of one token a row has.
 
 Plain numpy, no Python loop over tokens, blocks or (while membership is unchanged) rows; a plan needs no token value, so
 that a step can be planned while the step before it runs, and the same plan serves all layers that see the same window.
-A segment (`work` module) is a shared run with up to as many rows as fit a tile, what a row reads alone, or a tile of
-new tokens. Must not know devices; `device_plan` carries a plan there.
+A segment (`work` module) is a shared run with up to as many rows as fit a tile, or what a row reads alone. Must not
+know devices; `device_plan` carries a plan there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from chatserve_kernels.work import (
     Segments,
     TileShape,
     Work,
+    check_sizes,
+    check_window,
     cut,
     pack,
     segments_of,
@@ -72,7 +74,7 @@ class DecodePlanner:
         pace: Pace | None = None,
     ) -> None:
         assert alone.query_rows <= beside.query_rows
-        _check_sizes(group_size, alone, block_size)
+        check_sizes(group_size, alone, block_size)
         self._block_size = block_size
         self._max_context = max_context
         self._cost = cost
@@ -92,6 +94,7 @@ class DecodePlanner:
         shared = max_rows * self._max_levels
         max_entries = max_rows + shared + small_slots * self._beside_rows + wide.num_slots * self._wide_rows + pieces
         self.layout = PlanLayout.of(
+            block_size=block_size,
             max_rows=max_rows,
             alone_slots=alone.num_slots,
             beside_slots=beside.num_slots,
@@ -123,7 +126,7 @@ class DecodePlanner:
         nothing is shared widely; None: as suits these rows.
         """
         num_rows = len(lengths)
-        _check_window(window)
+        check_window(window)
         if num_rows + num_padding > self.layout.max_rows:
             raise PlanError(f"expected at most {self.layout.max_rows} rows, got {num_rows} and {num_padding} more")
         if num_rows and (longest := int(lengths.max())) > min(self._max_context, tables.shape[1] * self._block_size):
@@ -240,78 +243,6 @@ class DecodePlanner:
         small_items = cut(small, units, unit, tile.num_slots, self._fixed_units, small_slots)
         work = Work(small, small_items, wide, wide_items)
         return pack(layout, order, lengths - 1, work, window, with_wide=with_wide)
-
-
-class PrefillPlanner:
-    """Plans the attention of new tokens over their own rows' paged KV, themselves included.
-
-    A segment is a tile of neighbouring tokens of one row, over all keys that the last of them sees; each token masks
-    what lies past it. So that a few new tokens on a long history fill the chip as evenly as many on none, segments are
-    cut like those of decode. `tile` is the kernel's; `max_tokens` in all and `max_rows` in a plan.
-    """
-
-    def __init__(self, *, max_tokens: int, max_rows: int, group_size: int, block_size: int, tile: TileShape) -> None:
-        _check_sizes(group_size, tile, block_size)
-        self._tile, self._block_size = tile, block_size
-        self._tokens = tile.rows(group_size)
-        max_segments = max_rows + max_tokens // self._tokens
-        self.layout = PlanLayout.of(
-            max_rows=max_tokens,
-            alone_slots=tile.num_slots,
-            beside_slots=tile.num_slots,
-            wide_slots=tile.num_slots,
-            max_small_items=0,
-            max_wide_items=max_segments + tile.num_slots,
-            max_entries=max_tokens + tile.num_slots * self._tokens,
-            max_partials=2 * tile.num_slots * self._tokens,  # the segments on both sides of each cut
-        )
-
-    def plan(
-        self,
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        *,
-        window: int | None = None,
-        num_padding: int = 0,
-    ) -> DecodePlan:
-        """Row i's tokens `starts[i]` to `starts[i] + lengths[i]` are new; the batch holds one row's after another's,
-        and `num_padding` more tokens, for which nothing is read or written."""
-        num_tokens = int(lengths.sum())
-        _check_window(window)
-        if num_tokens + num_padding > self.layout.max_rows:
-            raise PlanError(f"expected at most {self.layout.max_rows} tokens, got {num_tokens} and {num_padding} more")
-        tiles = -(-lengths // self._tokens)
-        rows = np.repeat(np.arange(len(lengths)), tiles)
-        offsets = (np.arange(len(rows)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * self._tokens
-        counts = np.minimum(self._tokens, lengths[rows] - offsets)
-        first_tokens = (np.cumsum(lengths) - lengths)[rows] + offsets
-        first_positions = starts[rows] + offsets
-        low = np.zeros_like(first_positions)
-        if window is not None:
-            low = np.maximum(0, first_positions + 1 - window) // self._block_size * self._block_size
-        segments = Segments(rows, low, first_positions + counts - low, first_tokens, counts)
-        unit = max(self._tile.key_tokens, self._block_size)
-        items = cut(segments, -(-segments.lengths // unit), unit, self._tile.num_slots)
-        nothing = segments_of([])
-        nothing_cut = cut(nothing, nothing.lengths, unit, self._tile.num_slots)
-        positions = np.arange(num_tokens) - np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
-        positions = np.append(positions, np.full(num_padding, -1))
-        work = Work(nothing, nothing_cut, segments, items)
-        return pack(
-            self.layout, np.arange(num_tokens + num_padding), positions, work, window, with_wide=True, is_causal=True
-        )
-
-
-def _check_sizes(group_size: int, tile: TileShape, block_size: int) -> None:
-    if not 1 <= group_size <= tile.query_rows:
-        raise PlanError(f"expected a group size from 1 to {tile.query_rows}, got {group_size}")
-    if block_size < 1 or block_size & (block_size - 1):
-        raise PlanError(f"expected a block size that is a power of two, got {block_size}")
-
-
-def _check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise PlanError(f"expected a window of at least 1 token, or None, got {window}")
 
 
 def _trim(segments: Segments, visible: NDArray[np.int64]) -> Segments:

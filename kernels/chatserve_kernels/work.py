@@ -42,10 +42,30 @@ class TileShape:
         return max(1, self.query_rows // group_size)
 
 
+def check_sizes(group_size: int, tile: TileShape, block_size: int) -> None:
+    """Raises:
+    PlanError: a tile does not hold one row's group of query heads, or tokens' places in blocks are no shifts.
+    """
+    if not 1 <= group_size <= tile.query_rows:
+        raise PlanError(f"expected a group size from 1 to {tile.query_rows}, got {group_size}")
+    if block_size < 1 or block_size & (block_size - 1):
+        raise PlanError(f"expected a block size that is a power of two, got {block_size}")
+
+
+def check_window(window: int | None) -> None:
+    """Raises:
+    PlanError: a row would not see its own token.
+    """
+    if window is not None and window < 1:
+        raise PlanError(f"expected a window of at least 1 token, or None, got {window}")
+
+
 @dataclass(frozen=True, slots=True)
 class PlanLayout:
     """Where each table lies in the packed array, in int32 units: the same for every plan of a planner."""
 
+    block_size: int
+    """Of the tables that plans are made of."""
     max_rows: int
     max_partials: int
     wide_slots: int
@@ -65,6 +85,7 @@ class PlanLayout:
     def of(
         cls,
         *,
+        block_size: int,
         max_rows: int,
         alone_slots: int,
         beside_slots: int,
@@ -81,6 +102,7 @@ class PlanLayout:
         small_items = _after(merges, ITEM_FIELDS * max_small_items)
         wide_items = _after(small_items, ITEM_FIELDS * max_wide_items)
         return cls(
+            block_size=block_size,
             max_rows=max_rows,
             max_partials=max_partials,
             wide_slots=wide_slots,

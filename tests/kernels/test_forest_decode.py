@@ -186,6 +186,10 @@ def test_what_does_not_fit_together_is_refused():
     case.key = case.key.transpose(2, 3)
     with pytest.raises(ValueError, match="expected keys and values"):
         case.run()
+    case = Case(flat([20], 16))
+    case.key, case.value = case.key[:, :, :8], case.value[:, :, :8]
+    with pytest.raises(ValueError, match="blocks of 16 tokens, as planned, got 8"):
+        case.run()
     scales = torch.ones(3)
     for key_scale, value_scale, message in (
         (scales[:1], None, "for both keys and values"),
