@@ -34,12 +34,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_connections_per_user: int = 256
 
 
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process is started with."""
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user decides about the engine, whoever starts it."""
 
-    model_dir: Path
-    """safetensors, config and tokenizer, as `chatserve model pull` leaves them."""
-    model_name: str
     device: str = "auto"
     block_size: int = 16
     kv_cache_memory: str = "auto"
@@ -59,25 +56,39 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """torch: plain torch, on any device; triton: our kernels; auto: those on the GPUs and models that they serve."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, steps and KV may take together."""
-    graphs: bool = True
-    """Replay captured graphs on CUDA; False: launch every kernel of every step, to look for faults."""
-    load_format: str = "safetensors"
-    """random: make weights up, for measurements of a shape."""
     threads: int = 0
     """Compute threads on a CPU; 0: one a physical core."""
     kv_snapshot: Path | None = None
     """Directory in which KV outlives an orderly end; None: it does not."""
     kv_snapshot_limit: str = "16G"
     """Most KV in it, as `kv_cache_memory` is given."""
+
+
+class EngineSettings(EngineOptions, frozen=True, kw_only=True):
+    """What the engine process is started with."""
+
+    model_dir: Path
+    """safetensors, config and tokenizer, as `chatserve model pull` leaves them."""
+    model_name: str
+    graphs: bool = True
+    """Replay captured graphs on CUDA; False: launch every kernel of every step, to look for faults."""
+    load_format: str = "safetensors"
+    """random: make weights up, for measurements of a shape."""
     socket_path: Path = Path("engine.sock")
+
+    @classmethod
+    def of(cls, options: EngineOptions, *, model_dir: Path, model_name: str, socket_path: Path) -> EngineSettings:
+        """The same options for one model and one socket."""
+        chosen = {name: getattr(options, name) for name in EngineOptions.__struct_fields__}
+        return cls(model_dir=model_dir, model_name=model_name, socket_path=socket_path, **chosen)
 
     def batched_tokens(self, device_type: str) -> int:
         """Most tokens a step on such a device."""
         return self.max_batched_tokens or _BATCHED_TOKENS.get(device_type, _BATCHED_TOKENS["cpu"])
 
 
-class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `chatserve serve` was asked for."""
+class ServeSettings(EngineOptions, frozen=True, kw_only=True):
+    """What `chatserve serve` was asked for, the engine's share included."""
 
     model: str = "smollm2-135m"
     host: str = "127.0.0.1"
@@ -108,22 +119,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_socket_queue_bytes: int = 4 * 1024 * 1024
     """Bytes waiting for one slow socket before it is closed with 4008."""
     limits: Limits = Limits()
-    # The engine's share
-    device: str = "auto"
-    block_size: int = 16
-    kv_cache_memory: str = "auto"
-    host_cache_memory: str = "auto"
-    max_batched_tokens: int = 0
-    max_running: int = 256
-    max_queued: int = 1024
-    context_tokens: int = 0
-    model_impl: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
-    gpu_memory_utilization: float = 0.9
-    threads: int = 0
-    kv_snapshot: Path | None = None
-    kv_snapshot_limit: str = "16G"
 
     @property
     def run_dir(self) -> Path:

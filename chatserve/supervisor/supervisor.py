@@ -189,24 +189,10 @@ class Supervisor:
 
     @staticmethod
     def _engine_settings(settings: ServeSettings, model_dir: Path, socket_path: Path) -> EngineSettings:
-        return EngineSettings(
+        return EngineSettings.of(
+            settings,
             model_dir=model_dir,
             model_name=Path(settings.model).name if os.sep in settings.model else settings.model,
-            device=settings.device,
-            block_size=settings.block_size,
-            kv_cache_memory=settings.kv_cache_memory,
-            host_cache_memory=settings.host_cache_memory,
-            max_batched_tokens=settings.max_batched_tokens,
-            max_running=settings.max_running,
-            max_queued=settings.max_queued,
-            context_tokens=settings.context_tokens,
-            model_impl=settings.model_impl,
-            dtype=settings.dtype,
-            attention=settings.attention,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            threads=settings.threads,
-            kv_snapshot=settings.kv_snapshot,
-            kv_snapshot_limit=settings.kv_snapshot_limit,
             socket_path=socket_path,
         )
 
