@@ -6,6 +6,7 @@ Each command imports what it needs when it runs, so that `--help` is quick and n
 
 from __future__ import annotations
 
+import math
 import pkgutil
 import re
 import sys
@@ -50,7 +51,20 @@ class _ByteCount(click.ParamType):  # type: ignore[type-arg]
         found = re.fullmatch(r"(\d+)([KMGT]?)", value.strip(), re.IGNORECASE)
         if found is None:
             self.fail(f"{value!r} is no number of bytes like 500000, 512M or 4G", param, ctx)
-        return int(found[1]) << 10 * " KMGT".index(found[2].upper() or " ")
+        count = int(found[1]) << 10 * " KMGT".index(found[2].upper() or " ")
+        if count == 0:
+            self.fail(f"{value!r} leaves no byte; at least 1 is needed", param, ctx)
+        return count
+
+
+class _FiniteRange(click.FloatRange):
+    """A range without infinity and NaN, which no comparison refuses and settings cannot hold."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number
 
 
 def option(*names: str, **attrs: Any) -> Callable[[F], F]:
@@ -146,7 +160,7 @@ def cli() -> None:
 )
 @option(
     "--gpu-memory-utilization",
-    type=click.FloatRange(0.0, 1.0, min_open=True),
+    type=_FiniteRange(0.0, 1.0, min_open=True),
     default=_DEFAULTS.gpu_memory_utilization,
     help="Share of a GPU's memory that weights, steps and KV may take together.",
 )
@@ -162,7 +176,7 @@ def cli() -> None:
     "--session-expiry",
     "session_expiry_days",
     metavar="DAYS",
-    type=click.FloatRange(0),
+    type=_FiniteRange(0),
     default=_DEFAULTS.session_expiry_days,
     help="Delete conversations that nobody changed for so many days; 0 keeps them for ever.",
 )
@@ -181,7 +195,7 @@ def cli() -> None:
 @option(
     "--drain-s",
     metavar="SECONDS",
-    type=click.FloatRange(0),
+    type=_FiniteRange(0),
     default=_DEFAULTS.drain_s,
     help="How long a server that is told to stop waits for answers to end before it hands them over.",
 )
@@ -212,14 +226,14 @@ def cli() -> None:
 @option(
     "--orphan-grace-s",
     metavar="SECONDS",
-    type=click.FloatRange(0),
+    type=_FiniteRange(0),
     default=_DEFAULTS.orphan_grace_s,
     help="Seconds that an answer goes on without a reader.",
 )
 @option(
     "--engine-silence-s",
     metavar="SECONDS",
-    type=click.FloatRange(0.1),
+    type=_FiniteRange(0.1),
     default=_DEFAULTS.engine_silence_s,
     help="Seconds without a sign of life after which the engine counts as away.",
 )

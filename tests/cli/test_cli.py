@@ -102,6 +102,9 @@ def test_a_variable_counts_as_its_option(tmp_path: Path) -> None:
         (["--data-dir", "/dev/null"], "/dev/null is not a directory"),
         (["--redis-url", "redis://127.0.0.1:1/0"], "cannot reach Redis at redis://127.0.0.1:1/0"),
         (["--redis-url", "nonsense"], "--redis-url nonsense"),
+        (["--redis-url", "redis://127.0.0.1:1?foo=bar"], "--redis-url redis://127.0.0.1:1?foo=bar: its query"),
+        (["--redis-url", "redis+cluster://127.0.0.1:1"], "cannot reach Redis at redis+cluster://127.0.0.1:1"),
+        (["--redis-url", "redis+sentinel://127.0.0.1:1/one"], "(no sentinel that answers names a primary"),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(tmp_path: Path, options: list[str], said: str) -> None:
@@ -114,6 +117,23 @@ def test_a_wrong_option_is_one_clear_line(tmp_path: Path, options: list[str], sa
     assert said in done.stderr
     assert done.stderr.startswith("chatserve: ")
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", ["session-expiry", "drain-s", "engine-silence-s", "orphan-grace-s", "gpu-memory-utilization"]
+)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_no_option_takes_a_number_that_is_not_finite(option: str, value: str) -> None:
+    refused = CliRunner().invoke(cli.cli, ["serve", f"--{option}={value}"])
+    assert refused.exit_code == 2
+    assert value in refused.output
+    assert option in refused.output
+
+
+def test_a_quota_of_no_bytes_is_refused() -> None:
+    refused = CliRunner().invoke(cli.cli, ["serve", "--max-bytes-per-user=0K"])
+    assert refused.exit_code == 2
+    assert "'0K' leaves no byte" in refused.output
 
 
 def test_a_truncated_model_config_is_one_clear_line(tmp_path: Path) -> None:
