@@ -129,10 +129,11 @@ class Runtime:
         """Join the others, go on with what the dead left unfinished, then run.
 
         Raises:
-            StoreUnavailableError: the store is away.
+            StoreUnavailableError: the store is away; it may be tried again.
         """
-        # Whoever sees us alive may write to us.
-        self.run(self._hear(), "store feed")
+        if not self._tasks:
+            # Whoever sees us alive may write to us.
+            self.run(self._hear(), "store feed")
         await self.core.leases.join()
         self.run(self.core.leases.beat(), "heartbeat")
         self.run(self.core.link.listen(), "engine events")

@@ -6,6 +6,7 @@ the engine client, the service and the hub; they are opened in that order and cl
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,7 +29,7 @@ from chatserve.chat.store import Store
 from chatserve.chat.workers import Owner, owner_name
 from chatserve.config import ServeSettings, WebSettings
 from chatserve.engine.client import EngineClient
-from chatserve.errors import EngineUnavailableError, InternalError, StartupError
+from chatserve.errors import EngineUnavailableError, InternalError, StartupError, StoreUnavailableError
 from chatserve.server import api, openai
 from chatserve.server.auth import Authenticator
 from chatserve.server.connection import Connection
@@ -43,6 +44,7 @@ from chatserve.types import SessionId, UserId
 ENGINE_CONNECT_TIMEOUT_S: Final = 0.5
 STORE_PATIENCE_S: Final = 10.0
 """Whatever ended us may have ended the store too, which is then being started again."""
+_START_PAUSE_S: Final = 0.2
 LAST_REQUESTS_S: Final = 5.0
 """How long requests that were taken may go on when the server closes."""
 
@@ -150,12 +152,30 @@ async def running(
     hub.on_unfollowed = service.unfollow
     hub.on_user_came, hub.on_user_left = service.user_came, service.user_left
     context = Context(serve, authenticator, hub, metrics, store, engine, service)
-    await service.start()
     try:
+        await _start(service)
         yield context
     finally:
         await context.background.finish(LAST_REQUESTS_S)
         await service.close()
+
+
+async def _start(service: ChatService) -> None:
+    """Start it, and wait a little for a store that goes away just then.
+
+    Raises:
+        StartupError: it stays away.
+    """
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + STORE_PATIENCE_S
+    while True:
+        try:
+            await service.start()
+            return
+        except StoreUnavailableError as error:
+            if loop.time() >= give_up_at:
+                raise StartupError(f"the store went away during the start: {error.detail}") from error
+        await asyncio.sleep(_START_PAUSE_S)
 
 
 def read_operator_prompts(folder: Path | None) -> list[str]:

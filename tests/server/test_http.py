@@ -12,9 +12,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from chatserve.server import api
+from chatserve.errors import StartupError, StoreUnavailableError
+from chatserve.server import api, app
 from chatserve.server.http import SECURITY_HEADERS
 from tests.blackbox.client import ChatClient
+from tests.fakes.memory_store import MemoryStore
 from tests.server.harness import Server, running_server
 
 CYCLE = json.dumps(
@@ -300,3 +302,22 @@ async def test_an_import_that_hangs_up_in_the_middle_creates_nothing(server: Ser
     writer.close()
     async with ChatClient(server.ws_url) as client:
         assert (await client.request("session.list"))["sessions"] == []
+
+
+async def test_a_store_that_goes_away_during_the_start_is_waited_for() -> None:
+    store = MemoryStore()
+    store.fail("it is loading")
+    asyncio.get_running_loop().call_later(0.5, store.heal)
+    async with running_server(store=store) as server, ChatClient(server.ws_url) as client:
+        session, _ = await client.started_session()
+        await client.turn(session, "it works", max_tokens=2)
+
+
+async def test_a_store_that_stays_away_is_a_start_up_error_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Service:
+        async def start(self) -> None:
+            raise StoreUnavailableError("it is loading")
+
+    monkeypatch.setattr(app, "STORE_PATIENCE_S", 0.3)
+    with pytest.raises(StartupError, match="the store went away during the start: it is loading"):
+        await app._start(Service())
