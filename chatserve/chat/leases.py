@@ -44,6 +44,8 @@ class Leases:
         """Called for each unfinished session of a dead process; makes sure that somebody goes on with it."""
         self.on_expelled: Callable[[], None] = lambda: None
         """Called when the others took this process for dead: nothing that it holds is its own any more."""
+        self.on_rejoined: Callable[[], None] = lambda: None
+        """Called when it has its place again: what nobody took meanwhile is still its own to go on with."""
 
     async def join(self) -> None:
         """Take the place, and what is known to be left over.
@@ -71,9 +73,11 @@ class Leases:
                 if standing is Standing.SILENT:
                     log.warning("the other servers took this one for dead; its conversations are read again")
                     await self._store.workers.join(self.owner)
+                    self.on_rejoined()
                 if self._inheriting is None or self._inheriting.done():
                     self._inheriting = asyncio.create_task(self._sweep_quietly(), name="inheriting")
             except StoreUnavailableError as error:
+                self._silent_since.clear()  # while the store stands still all are silent
                 log.info("no heartbeat: %s", error)
 
     async def acquire(self, user: UserId, session: SessionId) -> int:

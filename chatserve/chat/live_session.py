@@ -77,7 +77,11 @@ class LiveSession:
         return SessionState(record=self.record, seq=self.seq, messages=messages)
 
     def deliver(self, first_seq: int, events: Sequence[AnyEvent], apply: Callable[[], None]) -> None:
-        """Apply and publish a stored change, as soon as every one before it has been."""
+        """Apply and publish a stored change, as soon as every one before it has been. Where the lease is another's by
+        now nothing is: who follows is told by what the store has.
+        """
+        if self.is_lost:
+            return
         if not events:
             apply()
             return
@@ -89,8 +93,10 @@ class LiveSession:
         """`deliver`, and wait until it has happened.
 
         Raises:
-            LeaseLostError: it never will: events before it are another's.
+            LeaseLostError: it never will: events before it are another's, or were dropped with the lease.
         """
+        if self.is_lost:
+            raise LeaseLostError
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def apply_and_note() -> None:

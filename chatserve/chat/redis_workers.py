@@ -51,12 +51,10 @@ class RedisWorkers:
         await self._link.command("note a worker", "SET", _key(owner), "", "PX", self._ttl_ms)
 
     async def forget(self, owner: Owner) -> None:
-        """See `WorkerRegistry.forget`."""
-        await self._link.command("forget a worker", "SREM", _WORKERS, owner)
+        """See `WorkerRegistry.forget`. Its place's key, if there is one, expires by itself."""
+        # In this order: one that lives after all finds out by the second, and notes anew what it then takes.
         await self._link.command("forget a worker", "DEL", held_key(owner))
-        (standing,) = await self.standings([owner])
-        if standing is Standing.ALIVE:  # its own farewell
-            await self._link.command("forget a worker", "DEL", _key(owner))
+        await self._link.command("forget a worker", "SREM", _WORKERS, owner)
 
     async def known(self) -> list[Owner]:
         """See `WorkerRegistry.known`."""

@@ -11,7 +11,8 @@ import contextlib
 import logging
 from collections import OrderedDict
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -32,7 +33,7 @@ from chatserve.errors import NotFoundError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ class Sessions:
         self._live: OrderedDict[SessionId, LiveSession] = OrderedDict()
         self._loading: dict[SessionId, asyncio.Lock] = {}
         self._subscribers: dict[SessionId, int] = {}
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._expelled: list[LiveSession] = []
+        """Lost with answers that were being generated, and perhaps taken over by nobody."""
         self.on_reloaded: Callable[[LiveSession], None] = lambda _: None
         """Called when an uncertain write turned out one way or the other."""
         self.on_loaded: Callable[[LiveSession], None] = lambda _: None
@@ -63,6 +66,7 @@ class Sessions:
         following.is_held = lambda user, session: self.peek(user, session) is not None
         leases.take_over = self.take_over
         leases.on_expelled = self.lose_all
+        leases.on_rejoined = self.take_back
 
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._live.values()))
@@ -113,8 +117,19 @@ class Sessions:
             self._drop([live])
 
     def lose_all(self) -> None:
+        """The others took this process for dead, and each lease may be another's."""
         for live in self:
+            if live.generations:
+                self._expelled.append(live)
             self.lose(live.user, live.session)
+
+    def take_back(self) -> None:
+        """Go on with what was lost by `lose_all` and is nobody else's: an heir goes on with what it finds noted, and
+        something may have begun after it looked.
+        """
+        expelled, self._expelled = self._expelled, []
+        for live in expelled:
+            self._start(self._health.persist(partial(self._take_back, live)))
 
     async def take_over(self, user: UserId, session: SessionId) -> None:
         """Go on with what a dead process had of a session; raises as `get` does."""
@@ -285,11 +300,23 @@ class Sessions:
                 dropped.append(live)
         self._drop(dropped)
 
+    async def _take_back(self, lost: LiveSession) -> None:
+        user, session = lost.user, lost.session
+        if self.peek(user, session) is not None:
+            return  # somebody here asked for it meanwhile
+        # Under another fence: what was on its way when it was lost must not be written among what comes now.
+        await self._store.release(user, session, lost.fence)
+        with contextlib.suppress(NotFoundError, OwnedElsewhereError, LeaseLostError):
+            await self.get(user, session)
+
     def _drop(self, dropped: Sequence[LiveSession]) -> None:
         """They are no longer held here. A lease that nobody asks for stays noted as ours and costs nothing."""
-        task = asyncio.create_task(self._leases.drop([(live.user, live.session) for live in dropped]))
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
+        self._start(self._leases.drop([(live.user, live.session) for live in dropped]))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _not_found() -> NotFoundError:

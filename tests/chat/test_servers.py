@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from chatserve.chat import forwarding, leases, orphans
+from chatserve.chat.events import SessionUpdated
+from chatserve.chat.live_session import LiveSession
 from chatserve.chat.prompt import PromptEncoder
+from chatserve.chat.store import LeaseLostError
 from chatserve.errors import ChatError, NotFoundError, OverloadedError
 from chatserve.types import SessionId
 from tests.chat.harness import ANN, BOB, Harness, refused, view_of
@@ -499,3 +502,38 @@ async def test_old_conversations_expire_unless_something_happens_in_them(encoder
         assert [await one.service._expiry.once() for one in (a, b)] == [1, 0]
         left = (await a.service.list_sessions(ANN)).sessions
         assert {found.session for found in left} == {running, watched, elsewhere}
+
+
+async def test_what_nobody_took_over_from_a_server_that_was_taken_for_dead_goes_on_there(encoders: Encoders) -> None:
+    wanted = await undisturbed(encoders, "on", **SAMPLED, max_tokens=200)
+    store = MemoryStore()
+    async with server(encoders, store, "a") as a:
+        session = await a.create(params={**SAMPLED, "max_tokens": 200})
+        _, reply = await a.say(session, "on")
+        await a.writing(session, reply, 20)
+        a.client.pause()
+        fence = (await store.acquire(ANN, session, a.owner)).fence
+        await store.workers.forget(a.owner)  # by an heir that had looked before the session was noted
+        await a.until(lambda: is_held(a, session) and a.service._core.sessions.peek(ANN, session).fence > fence)
+        a.client.resume()
+        await a.ended(session, reply)
+        assert a.text(session, reply) == wanted
+        assert (ANN, session) in await store.workers.noted(a.owner)
+        await a.idle()
+
+
+async def test_a_write_whose_answer_comes_after_its_lease_was_lost_is_not_waited_for(encoders: Encoders) -> None:
+    store = MemoryStore()
+    async with server(encoders, store, "a") as a:
+        session = await a.create()
+        state = await store.load(ANN, session)
+        assert state is not None
+        told: list[Any] = []
+        live = LiveSession(state, lambda *event: told.append(event))
+        live.lose()
+        event = SessionUpdated(session=session, title="late")
+        with pytest.raises(LeaseLostError):
+            async with asyncio.timeout(5):
+                await live.delivered(live.seq + 2, [event], lambda: told.append("applied"))
+        live.deliver(live.seq + 1, [event], lambda: told.append("applied"))
+        assert told == [], "whoever follows is told by what the store has"
