@@ -11,9 +11,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from redis import exceptions
-
 from chatserve.chat.feed import Announced, Heard, Letter, Missed
+from chatserve.chat.redis_clients import UNREACHED
 from chatserve.chat.redis_layout import LETTERS, Keys, read_news
 from chatserve.chat.redis_link import RedisLink, one_line
 from chatserve.chat.workers import Owner
@@ -32,8 +31,7 @@ FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 CONFIRM_S: Final = 3.0
 """How long a subscription may take."""
-_BROKEN: Final = (OSError, EOFError, exceptions.RedisError, TimeoutError)
-_BROKEN_WHILE_SENDING: Final = (*_BROKEN, AttributeError)
+_BROKEN_WHILE_SENDING: Final = (*UNREACHED, AttributeError)
 """redis-py finds its writer gone where another task disconnects while it sends."""
 
 
@@ -106,10 +104,11 @@ class RedisFeed:
         """See `Feed.heard`."""
         pause_s, was_connected = FIRST_PAUSE_S, False
         while not self._closed.is_set():
-            connection = await self._link.feed_connection(SILENCE_S)
+            connection: Any = None
             pinging: asyncio.Task[None] | None = None
             try:
-                await connection.connect()  # type: ignore[no-untyped-call]
+                connection = await self._link.feed_connection(SILENCE_S)
+                await connection.connect()
                 self._connection = connection  # what is to be followed from here on says so itself
                 await connection.send_command("SUBSCRIBE", *self._channels)
                 pinging = asyncio.create_task(self._ping(connection), name="feed pings")
@@ -119,7 +118,7 @@ class RedisFeed:
                 while True:
                     if (heard := self._take(await connection.read_response())) is not None:
                         yield heard
-            except _BROKEN as error:
+            except UNREACHED as error:
                 if not self._closed.is_set():
                     log.info("the feed's connection to the store broke: %s", one_line(error))
             finally:
@@ -128,7 +127,8 @@ class RedisFeed:
                     channel.confirmed.clear()
                 if pinging is not None:
                     pinging.cancel()
-                await self._hang_up(connection)
+                if connection is not None:
+                    await self._hang_up(connection)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._closed.wait()
@@ -151,7 +151,7 @@ class RedisFeed:
                 await asyncio.sleep(PING_S)
 
     async def _hang_up(self, connection: Any) -> None:
-        with contextlib.suppress(*_BROKEN):
+        with contextlib.suppress(*UNREACHED):
             await connection.disconnect(nowait=True)
 
     async def close(self) -> None:
