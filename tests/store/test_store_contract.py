@@ -196,6 +196,15 @@ async def test_a_repeated_delta_returns_its_first_number_and_changes_nothing(sto
     assert state.seq == 5
 
 
+async def test_a_repeat_is_found_however_much_came_after_it(store: RedisStore, user: UserId) -> None:
+    await store.commit(create(user, SESSION, generating("m1"), generating("m2")))
+    first = delta(user, "m1", 0, "a")
+    assert await store.append([first]) == [1]
+    for start in (0, 40, 80):
+        await store.append([delta(user, "m2", start + i, "b") for i in range(40)])
+        assert await store.append([first]) == [1]
+
+
 async def test_a_repeat_with_other_content_is_refused_and_its_neighbours_are_written(
     store: RedisStore, user: UserId
 ) -> None:

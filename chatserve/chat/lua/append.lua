@@ -12,6 +12,24 @@ local call, pack = redis.call, struct.pack
 local history = ARGV[1]
 local results = {}
 
+-- The seq of the delta with this place and text, or -1. It is near the end: the last write was not answered.
+local function seq_of(events, place, text)
+  local last, count = '+', 16
+  while true do
+    local entries = call('XREVRANGE', events, last, '-', 'COUNT', count)
+    for _, entry in ipairs(entries) do
+      local fields = entry[2]
+      if fields[1] == 'delta' and fields[2] == place and fields[4] == text then
+        return tonumber(string.match(entry[1], '^%d+'))
+      end
+    end
+    if #entries < count then
+      return -1
+    end
+    last, count = '(' .. entries[#entries][1], 4 * count
+  end
+end
+
 for i = 1, #KEYS / 5 do
   local key, arg = 5 * i - 5, 7 * i - 6
   local session, generating, events = KEYS[key + 1], KEYS[key + 2], KEYS[key + 3]
@@ -28,15 +46,7 @@ for i = 1, #KEYS / 5 do
   if its_attempt ~= attempt then
     results[i] = 0
   elseif first < num_tokens or (tokens == '' and last_empty == first_token) then
-    -- A repeat: its first result is in the stream, near the end.
-    results[i] = -1
-    for _, entry in ipairs(call('XREVRANGE', events, '+', '-', 'COUNT', history)) do
-      local fields = entry[2]
-      if fields[1] == 'delta' and fields[2] == place and fields[4] == text then
-        results[i] = tonumber(string.match(entry[1], '^%d+'))
-        break
-      end
-    end
+    results[i] = seq_of(events, place, text) -- a repeat
   elseif first > num_tokens then
     results[i] = -1
   else
