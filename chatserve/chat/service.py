@@ -113,7 +113,7 @@ class ChatService:
         """Go on with what dead processes left unfinished, then begin.
 
         Raises:
-            StoreUnavailableError: the store is away; it may be tried again.
+            StoreUnavailableError: the store is away.
         """
         await self._runtime.start()
         if self._expiry is not None:
@@ -168,7 +168,7 @@ class ChatService:
         await self._router.once("session.update", user, request_id, answer, fields)
 
     async def delete_session(self, user: UserId, request_id: str, *, answer: Answer, session: SessionId) -> None:
-        self._typing.left(session)
+        self._typing.deleted(user, session)
         fields = {"session": session}
         await self._router.once("session.delete", user, request_id, answer, fields)
 
@@ -191,7 +191,7 @@ class ChatService:
         text: str,
         params: object = None,
     ) -> None:
-        self._typing.sent(session)
+        self._typing.sent(user, session)
         fields = {"session": session, "parent": parent, "text": text, "params": params}
         await self._router.once("message.send", user, request_id, answer, fields)
 

@@ -77,10 +77,15 @@ class Typing:
         if typist.task is None:
             typist.task = asyncio.create_task(self._tell(session, typist), name=f"typing in {session}")
 
-    def sent(self, session: SessionId) -> None:
-        """The draft has become a message, which the engine is told of by its turn."""
-        if (typist := self._typists.get(session)) is not None:
+    def sent(self, user: UserId, session: SessionId) -> None:
+        """The user's draft has become a message, which the engine is told of by its turn."""
+        if (typist := self._typists.get(session)) is not None and typist.user == user:
             typist.latest = None
+
+    def deleted(self, user: UserId, session: SessionId) -> None:
+        """The user has asked for the session's end, whether or not it is theirs."""
+        if (typist := self._typists.get(session)) is not None and typist.user == user:
+            self.left(session)
 
     def left(self, session: SessionId) -> None:
         """Nobody looks at the session any more: its draft is not worth having."""

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from chatserve.chat import typing
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.engine.messages import Hint, Inspect
+from chatserve.errors import NotFoundError
 from chatserve.types import MessageId, SessionId
-from tests.chat.harness import ANN, BOB, Harness, Talkative
+from tests.chat.harness import ANN, BOB, Harness, Talkative, refused
 from tests.chat.models import KINDS
 from tests.fakes.engines import make_engine
 from tests.fakes.inline_engine import InlineEngineClient
@@ -220,6 +221,13 @@ async def test_another_users_session_is_nobodys_business(encoders: Encoders) -> 
         harness.service.typing(BOB, session, reply, "mine")
         await pauses.end()
         assert [h.user for h in client.hints] == [ANN]
+        harness.service.typing(ANN, session, reply, DRAFT + " too")
+        assert isinstance(await refused(harness.say(session, "mine", reply, user=BOB)), NotFoundError)
+        assert isinstance(await refused(harness.call("delete_session", user=BOB, session=session)), NotFoundError)
+        await pauses.end()
+        await quiet(client)
+        assert len(client.hints) == 2, "another user's requests leave a draft alone"
+        assert client.hints[1].token_ids
 
 
 async def test_nothing_that_cannot_be_hinted_fails(encoders: Encoders) -> None:
