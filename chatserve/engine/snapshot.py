@@ -79,7 +79,11 @@ class Snapshot:
         """Take what there is into the empty cache, without its bytes."""
         try:
             reader = SnapshotReader(self._directory)
-            self._check(reader.manifest)
+            try:
+                self._check(reader.manifest)
+            except SnapshotError:
+                reader.close()
+                raise
         except FileNotFoundError:
             return
         except SnapshotError as error:
