@@ -30,7 +30,7 @@ MAX_READ_CONNECTIONS: Final = 16
 READ_PATIENCE: Final = 5
 """How many times longer a reply that may be as large as a session may take."""
 UNREACHED: Final = (OSError, EOFError, exceptions.RedisError, exceptions.RedisClusterException)
-"""The last is no `RedisError`: a cluster's client raises it where no node answers, or nobody has a slot."""
+"""The last, which is no `RedisError`, means that no node of a cluster can be reached."""
 
 
 class Clients(Protocol):
@@ -120,7 +120,12 @@ def _timeouts(timeout_s: float, reply_s: float) -> dict[str, Any]:
 
 
 def _pool(url: str, size: int, timeout_s: float, reply_s: float) -> BlockingConnectionPool:
-    return BlockingConnectionPool.from_url(url, max_connections=size, timeout=reply_s, **_timeouts(timeout_s, reply_s))
+    pool = BlockingConnectionPool.from_url(url, max_connections=size, timeout=reply_s, **_timeouts(timeout_s, reply_s))
+    try:
+        pool.make_connection()  # type: ignore[no-untyped-call]  # connects nothing
+    except TypeError as error:  # an option in the URL's query that no connection has
+        raise ValueError(f"its query has an option that is not known: {error}") from error
+    return pool
 
 
 class _BlockingSentinelPool(SentinelConnectionPool, BlockingConnectionPool):
@@ -140,8 +145,8 @@ class _Pooled:
         self.is_cluster = False
         self._make_pool = make_pool
         self._feed_pool: BlockingConnectionPool | None = None
-        """Only asked who the primary is."""
         self._sentinels = sentinels
+        """Only asked who the primary is."""
         self.main = Redis(connection_pool=make_pool(MAX_CONNECTIONS, timeout_s))
         self.reader = Redis(connection_pool=make_pool(MAX_READ_CONNECTIONS, timeout_s * READ_PATIENCE))
 

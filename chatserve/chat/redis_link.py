@@ -18,6 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 from redis import exceptions
 from redis.asyncio import Connection
+from redis.asyncio.sentinel import MasterNotFoundError
 
 from chatserve.chat.redis_clients import UNREACHED, open_clients
 from chatserve.errors import StoreUnavailableError
@@ -31,12 +32,13 @@ TIMEOUT_S: Final = 1.0
 """For connecting, for sending, for each reply, and for a free connection."""
 RETRY_DELAYS_S: Final = (0.05, 0.3)
 _TRANSIENT: Final = (
-    *(exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError),
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
     exceptions.RedisClusterException,
 )
 """Broken or refused connections, BUSY LOADING, no answer in time, a primary that has just become a replica, a cluster
-none of whose nodes answers.
-"""
+of which no node answers."""
 _HOPELESS: Final = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 
 
@@ -177,6 +179,8 @@ def raise_error(reply: object) -> None:
 
 
 def one_line(error: BaseException) -> str:
+    if isinstance(error, MasterNotFoundError):  # its own text shows the insides of each sentinel's client
+        return "no sentinel that answers names a primary of this service"
     return " ".join(str(error).split()) or type(error).__name__
 
 

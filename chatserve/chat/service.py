@@ -113,7 +113,7 @@ class ChatService:
         """Go on with what dead processes left unfinished, then begin.
 
         Raises:
-            StoreUnavailableError: the store is away.
+            StoreUnavailableError: the store is away; it may be tried again.
         """
         await self._runtime.start()
         if self._expiry is not None:

@@ -248,3 +248,16 @@ def test_passwords_and_several_addresses_are_taken_from_the_url() -> None:
     assert [(node.host, node.port) for node in nodes] == [("one", 7000), ("::1", 7001), ("three", 6379)]
     assert clients.main.connection_kwargs["username"] == "me"
     assert clients.main.connection_kwargs["password"] == "p@ss"
+
+
+@pytest.mark.parametrize(
+    "url", ["redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/one", "redis://127.0.0.1:1"]
+)
+async def test_a_store_of_which_nothing_answers_is_away_whatever_kind_it_is(url: str) -> None:
+    link = RedisLink(url)
+    try:
+        with pytest.raises(StoreUnavailableError, match="the store could not answer") as told:
+            await link.command("answer", "PING")
+    finally:
+        await link.close()
+    assert len(told.value.detail) < 300, "no insides of a client"
