@@ -39,14 +39,17 @@ class PagedKernel:
         self._planner = planner
         self._configs = configs
         self._device = device
-        self._plans: dict[int | None, DevicePlan] = {}
+        self._plans: dict[tuple[int | None, bool], DevicePlan] = {}
+        """By window, and whether they are for what dense kernels leave: one step may need both where only some layers
+        have a soft cap."""
 
     def send(self, rows: PagedRows, window: int | None) -> DevicePlan:
         """Plan a step's rows for the layers with one window."""
-        device_plan = self._plans.get(window)
+        device_plan = self._plans.get((window, rows.is_rest))
         planner = self._planner
         if device_plan is None:
-            device_plan = self._plans[window] = DevicePlan(planner.layout, self._configs, self._device)
+            device_plan = DevicePlan(planner.layout, self._configs, self._device)
+            self._plans[window, rows.is_rest] = device_plan
         if isinstance(planner, DecodePlanner):
             planned_before = bool(rows.plans)  # what these rows share is the same in all windows
             plan = planner.plan(rows.tables[rows.which], rows.starts + 1, window=window, same_rows=planned_before)
@@ -70,6 +73,8 @@ class PagedRows:
     tables: NDArray[np.int32]
     """[num_rows, max_blocks], of the whole step."""
     device_tables: torch.Tensor
+    is_rest: bool = False
+    """Whether dense kernels compute the others of their rows' tokens, in the layers that these are for."""
     plans: dict[int | None, DevicePlan] = field(default_factory=dict)
 
     def attend(

@@ -155,17 +155,28 @@ class TritonStep:
                 dense.append(DenseRow(piece, int(self._first_tokens[row]), self._device_tables[row], workspace))
                 done[index] = piece.num_tokens
         left = batch.lengths[self._prompts] > done
-        return dense, self._paged_prompts(self._prompts[left], done[left]) if dense else self._by_pages
+        if not dense:
+            return [], self._by_pages
+        return dense, self._paged_prompts(self._prompts[left], done[left], is_rest=True)
 
-    def _paged_prompts(self, which: NDArray[np.int64], done: NDArray[np.int64]) -> list[PagedRows]:
+    def _paged_prompts(
+        self, which: NDArray[np.int64], done: NDArray[np.int64], *, is_rest: bool = False
+    ) -> list[PagedRows]:
         """Rows but for their first `done` new tokens."""
         if not len(which):
             return []
         lengths = self._batch.lengths[which] - done
-        return [self._paged(self._backend.prefill_kernel(int(lengths.sum())), which, done, lengths)]
+        kernel = self._backend.prefill_kernel(int(lengths.sum()))
+        return [self._paged(kernel, which, done, lengths, is_rest=is_rest)]
 
     def _paged(
-        self, kernel: PagedKernel, which: NDArray[np.int64], done: NDArray[np.int64], lengths: NDArray[np.int64]
+        self,
+        kernel: PagedKernel,
+        which: NDArray[np.int64],
+        done: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        *,
+        is_rest: bool = False,
     ) -> PagedRows:
         firsts = self._first_tokens[which] + done
         tokens: slice | torch.Tensor
@@ -175,7 +186,7 @@ class TritonStep:
             within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             tokens = self._backend.to_device(np.repeat(firsts, lengths) + within)
         starts = self._batch.starts[which] + done
-        return PagedRows(kernel, which, tokens, starts, lengths, self._tables, self._device_tables)
+        return PagedRows(kernel, which, tokens, starts, lengths, self._tables, self._device_tables, is_rest)
 
 
 class TritonAttention:

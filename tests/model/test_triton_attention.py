@@ -100,22 +100,26 @@ class World:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.heads.dtype).to(DEVICE)
 
-    def check(self, *, windows: tuple[int | None, ...], softcap: float | None = None) -> None:
-        """One step, in whose layers the windows differ."""
+    def check(
+        self, *, windows: tuple[int | None, ...], softcap: float | None | tuple[float | None, ...] = None
+    ) -> None:
+        """One step, in whose layers the windows differ, and soft caps if there is one for each."""
+        softcaps = softcap if isinstance(softcap, tuple) else (softcap,) * len(windows)
         heads = self.heads
         batch = PackedBatch(
             np.array([row.start for row in self.rows]), np.array([row.length for row in self.rows]), self.tables
         )
         num_tokens = int(batch.lengths.sum())
         steps = [backend.prepare(batch) for backend in self.backends]
-        for layer, window in enumerate(windows):
+        for index, (window, cap) in enumerate(zip(windows, softcaps, strict=True)):
+            layer = index % LAYERS
             query = self.random(num_tokens, heads.num_kv_heads * heads.group, heads.head_dim)
             key, value = (self.random(num_tokens, heads.num_kv_heads, heads.head_dim) for _ in range(2))
             expected, got = (
-                step.attend(layer, query, key, value, scale=0.3, window=window, softcap=softcap) for step in steps
+                step.attend(layer, query, key, value, scale=0.3, window=window, softcap=cap) for step in steps
             )
             error = (got.double() - expected.double()).norm() / expected.double().norm()
-            assert float(error) < TOLERANCE[heads.dtype], f"layer {layer}, window {window}"
+            assert float(error) < TOLERANCE[heads.dtype], f"layer {index}, window {window}, soft cap {cap}"
         assert torch.equal(self.torch.device_pool.nan_to_num(7.0), self.triton.device_pool.nan_to_num(7.0))
 
 
@@ -205,6 +209,17 @@ def test_long_prompts_equal_torch(rows: list[RowSpec], softcap: float | None, mo
     long = [row.length for row in rows if row.length >= 8]
     assert len(seen) == (len(long) if softcap is None else 0), "in the first layer alone"
     assert all(some <= whole for some, whole in zip(seen, long, strict=False))
+
+
+def test_layers_with_and_without_soft_cap_take_turns_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with one compute all tokens by pages, the others the last ones; both plans are of one size and window."""
+    from chatserve_kernels import dense_prefill
+
+    for name, value in (("MIN_TOKENS", 8), ("MIN_PREFIX", 16), ("SQUARE_UNIT", 8)):
+        monkeypatch.setattr(dense_prefill, name, value)
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    world = World([RowSpec(0, 15)], Heads(head_dim=64, dtype=dtype), seed=3)
+    world.check(windows=(None, None, None, None), softcap=(None, 2.0, None, 2.0))
 
 
 @pytest.mark.parametrize(
