@@ -26,6 +26,10 @@ from chatserve_kernels.paged_kv import gather_kv
 
 MIN_TOKENS = 512
 """Fewer new tokens are left to `paged_prefill`."""
+LONG_PREFIX = 8192
+"""The shortest prefix on which `paged_prefill` was measured to be faster, for 512 to 1,024 new tokens (on an H200)."""
+MIN_TOKENS_ON_LONG_PREFIX = 2048
+"""Fewer new tokens on such a prefix are left to `paged_prefill`; 1,024 were slower densely, 4,096 faster."""
 MIN_PREFIX = 1024
 """A shorter prefix becomes part of the square."""
 MAX_CONTEXT = 65_536
@@ -59,7 +63,8 @@ class DensePiece(NamedTuple):
 
 def split(start: int, num_tokens: int) -> DensePiece | None:
     """The first of `num_tokens` new tokens from position `start` on, as far as a dense kernel is worth it."""
-    if num_tokens < MIN_TOKENS or start + num_tokens > MAX_CONTEXT:
+    least = MIN_TOKENS_ON_LONG_PREFIX if start >= LONG_PREFIX else MIN_TOKENS
+    if num_tokens < least or start + num_tokens > MAX_CONTEXT:
         return None
     return DensePiece(start, _floor(num_tokens, 2), _floor(start, 8) if start >= MIN_PREFIX else 0)
 

@@ -59,12 +59,29 @@ def test_what_split_gives_at_real_sizes() -> None:
 def test_a_piece_begins_the_new_tokens_and_leaves_less_than_half(start: int, num_tokens: int) -> None:
     piece = split(start, num_tokens)
     if piece is None:
-        assert num_tokens < module.MIN_TOKENS or start + num_tokens > module.MAX_CONTEXT
+        least = module.MIN_TOKENS if start < module.LONG_PREFIX else module.MIN_TOKENS_ON_LONG_PREFIX
+        assert num_tokens < least or start + num_tokens > module.MAX_CONTEXT
         return
     assert piece.start == start
     assert num_tokens * 2 / 3 < piece.num_tokens <= num_tokens
     assert 0 <= piece.num_dummies < max(module.MIN_PREFIX, start / 8)
     assert piece.num_dummies + piece.num_tokens <= piece.square < piece.end - piece.prefix + module.SQUARE_UNIT
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "is_dense"),
+    [
+        (0, 512, True),
+        (0, 1024, True),
+        (1024, 512, True),
+        (8192, 512, False),
+        (9000, 512, False),
+        (8192, 1024, False),
+        (8192, 4096, True),
+    ],
+)
+def test_goes_the_way_that_was_measured_to_be_faster(start: int, num_tokens: int, is_dense: bool) -> None:
+    assert (split(start, num_tokens) is not None) == is_dense
 
 
 def test_shapes_are_few() -> None:
