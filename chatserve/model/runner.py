@@ -156,7 +156,10 @@ def _build_on_cpu(settings: EngineSettings, device: torch.device) -> ModelRunner
 
 
 def _build_on_cuda(settings: EngineSettings, device: torch.device) -> ModelRunner:
-    from chatserve.model.cuda_setup import CudaSetup, out_of_memory  # noqa: PLC0415 - imports triton
+    try:
+        from chatserve.model.cuda_setup import CudaSetup, out_of_memory  # noqa: PLC0415 - imports triton
+    except ImportError as error:
+        raise StartupError(f"{device} needs triton, which cannot be imported ({error}); choose --device cpu") from error
 
     doing = "the model's weights"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,3 +274,11 @@ def test_settings_that_cannot_be_met_are_one_line(model_dir: Path, fields: dict[
 def test_cuda_on_a_machine_without_is_said(model_dir: Path) -> None:
     with pytest.raises(StartupError, match="sees no CUDA device"):
         build_runner(settings_of(model_dir, device="cuda"))
+
+
+def test_a_cuda_device_without_triton_is_one_line(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "chatserve.model.cuda_setup", None)  # what an import that fails leaves
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(StartupError, match=r"cuda.* needs triton, .*; choose --device cpu") as caught:
+        build_runner(settings_of(model_dir, device="cuda"))
+    assert "\n" not in str(caught.value)
