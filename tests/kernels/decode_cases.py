@@ -106,6 +106,15 @@ class Case:
         self.tables = torch.from_numpy(tables).to(DEVICE)
         self.key, self.value = self.pool[:, 1, 0], self.pool[:, 1, 1]
 
+    def move_to_top_of_pool(self, num_blocks: int) -> None:
+        """The same blocks as the last ones of a pool of so many, of one layer, whose others nobody has written."""
+        shift = num_blocks - len(self.key)
+        pool = torch.empty((num_blocks, 2, *self.key.shape[1:]), dtype=self.key.dtype, device=DEVICE)
+        pool[shift:, 0], pool[shift:, 1] = self.key, self.value
+        self.key, self.value = pool[:, 0], pool[:, 1]
+        self.forest.tables[self.forest.tables < 10**6] += shift
+        self.tables[self.tables < 10**6] += shift
+
     def reference(self) -> torch.Tensor:
         lengths = torch.tensor([*self.forest.lengths.tolist(), *[0] * self.num_padding])
         return decode_attention(

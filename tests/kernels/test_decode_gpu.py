@@ -85,14 +85,7 @@ def test_blocks_at_the_top_of_a_large_pool(num_sharing):
     """Read by small tiles alone, and by wide ones and those beside them."""
     paths = [[("system", 1024), (str(row), 9 * row + 1)] for row in range(num_sharing)]
     case = Case(forest(paths, 16), LLAMA)
-    num_blocks = 6 * 2**30 // (2 * 8 * 16 * 128 * 2)
-    pool = torch.empty((num_blocks, 2, 8, 16, 128), dtype=torch.bfloat16, device=CUDA)
-    shift = num_blocks - len(case.key)
-    pool[shift:, 0], pool[shift:, 1] = case.key, case.value
-    case.key, case.value = pool[:, 0], pool[:, 1]
-    known = case.forest.tables < 10**6
-    case.forest.tables[known] += shift
-    case.tables = torch.from_numpy(case.forest.tables).cuda()
+    case.move_to_top_of_pool(6 * 2**30 // (2 * 8 * 16 * 128 * 2))
     case.check(configs=configs_for(LLAMA, num_sharing), num_processors=132)
 
 

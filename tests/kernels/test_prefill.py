@@ -25,8 +25,12 @@ def check(
     scales: tuple[float, float] | None = None,
     num_processors: int = 6,
     configs: DecodeConfigs = SMALL_CONFIGS,
+    top_of: int | None = None,
 ) -> None:
+    """`top_of`: blocks of a pool whose last ones are read."""
     case = Case(flat([start + length for start, length in zip(starts, lengths, strict=True)], heads.block_size), heads)
+    if top_of is not None:
+        case.move_to_top_of_pool(top_of)
     num_tokens = sum(lengths)
     query = torch.randn(num_tokens, heads.num_heads, heads.head_dim, device=DEVICE).to(heads.dtype)
     planner = make_prefill_planner(
@@ -64,6 +68,10 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_new_tokens_on_histories_of_awkward_lengths(dtype):
     check([0, 16, 17, 160, 0], [17, 1, 33, 5, 1], Heads(dtype=dtype))
+
+
+def test_the_top_of_a_pool():
+    check([40, 0], [20, 50], Heads(), top_of=100)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 80), (7, 1, 96), (2, 2, 256)])

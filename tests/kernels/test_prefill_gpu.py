@@ -53,3 +53,7 @@ def test_keys_and_values_of_8_bits():
 
 def test_64_tokens_on_a_long_history():
     check_on_gpu([8192], [64], LLAMA)
+
+
+def test_blocks_at_the_top_of_a_large_pool():
+    check_on_gpu([1024, 0], [300, 70], LLAMA, top_of=6 * 2**30 // (2 * 8 * 16 * 128 * 2))
