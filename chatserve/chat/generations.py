@@ -293,13 +293,17 @@ class Generations:
         live = self._live.get(generation)
         self._drop(generation)
         if live is not None:
-            task = asyncio.create_task(self._check_lease(live), name="check a lease")
+            task = asyncio.create_task(self._check_lease(live, generation), name="check a lease")
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
             task.add_done_callback(self._watch)
 
-    async def _check_lease(self, live: LiveSession) -> None:
+    async def _check_lease(self, live: LiveSession, refused: Generation) -> None:
         await self._health.persist(lambda: self._sessions.check_lease(live))
+        message = refused.message
+        if message in live.tree and message not in live.generations and live.tree.get(message).status == GENERATING:
+            # The lease is ours, and so was what came in between: a write from before the session was last loaded.
+            self._sessions.read_again(live)
 
     def _drop(self, generation: Generation) -> None:
         """Its message or session is gone."""

@@ -57,6 +57,10 @@ class Sessions:
         self._tasks: set[asyncio.Task[None]] = set()
         self._expelled: list[LiveSession] = []
         """Lost with answers that were being generated, and perhaps taken over by nobody."""
+        self._spent: dict[SessionId, tuple[LiveSession, int]] = {}
+        """Under whose fence something may still be on its way, and up to which number events were shown that the store
+        has lost. It is given back before the session is loaded again, whoever asks for that.
+        """
         self.on_reloaded: Callable[[LiveSession], None] = lambda _: None
         """Called when an uncertain write turned out one way or the other."""
         self.on_loaded: Callable[[LiveSession], None] = lambda _: None
@@ -121,6 +125,7 @@ class Sessions:
         for live in self:
             if live.generations:
                 self._expelled.append(live)
+                self._spent[live.session] = (live, 0)
             self.lose(live.user, live.session)
 
     def take_back(self) -> None:
@@ -129,6 +134,15 @@ class Sessions:
         """
         expelled, self._expelled = self._expelled, []
         for live in expelled:
+            self._start(self._health.persist(partial(self._take_back, live)))
+
+    def read_again(self, live: LiveSession, *, lost_up_to: int = 0) -> None:
+        """What the store has of a session that is ours is not what is in memory: go on with what it has, under another
+        fence, so that what is on its way is not written among what comes now.
+        """
+        if self.peek(live.user, live.session) is live:
+            self._spent[live.session] = (live, lost_up_to)
+            self.lose(live.user, live.session)
             self._start(self._health.persist(partial(self._take_back, live)))
 
     async def take_over(self, user: UserId, session: SessionId) -> None:
@@ -169,11 +183,8 @@ class Sessions:
             self.lose(user, session)
         elif lease.seq < live.seq and self.peek(user, session) is live:
             log.error("session %s: the store has lost events %d to %d", session, lease.seq + 1, live.seq)
-            self.lose(user, session)
+            self.read_again(live, lost_up_to=live.seq)
             self._following.break_off(user, session)
-            await self._store.release(user, session, lease.fence, lost_up_to=live.seq)
-            with contextlib.suppress(NotFoundError, OwnedElsewhereError, LeaseLostError):
-                await self.get(user, session)
 
     def set_subscribers(self, session: SessionId, count: int) -> LiveSession | None:
         if count:
@@ -251,6 +262,7 @@ class Sessions:
             async with lock:
                 if (live := self._live.get(session)) is not None:
                     return live
+                await self._give_back(session)
                 fence = await self._leases.acquire(user, session)
                 state = await self._store.load(user, session)
                 if state is None:
@@ -269,6 +281,13 @@ class Sessions:
         finally:
             if not lock.locked():
                 self._loading.pop(session, None)
+
+    async def _give_back(self, session: SessionId) -> None:
+        if (spent := self._spent.get(session)) is not None:
+            lost, lost_up_to = spent
+            await self._store.release(lost.user, session, lost.fence, lost_up_to=lost_up_to)
+            if self._spent.get(session) is spent:
+                del self._spent[session]
 
     async def _missed(self, user: UserId, session: SessionId) -> list[AnyEvent] | None:
         """What was written before the lease was ours, and those who follow here have not been told."""
@@ -301,13 +320,8 @@ class Sessions:
         self._drop(dropped)
 
     async def _take_back(self, lost: LiveSession) -> None:
-        user, session = lost.user, lost.session
-        if self.peek(user, session) is not None:
-            return  # somebody here asked for it meanwhile
-        # Under another fence: what was on its way when it was lost must not be written among what comes now.
-        await self._store.release(user, session, lost.fence)
         with contextlib.suppress(NotFoundError, OwnedElsewhereError, LeaseLostError):
-            await self.get(user, session)
+            await self.get(lost.user, lost.session)
 
     def _drop(self, dropped: Sequence[LiveSession]) -> None:
         """They are no longer held here. A lease that nobody asks for stays noted as ours and costs nothing."""

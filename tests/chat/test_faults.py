@@ -269,6 +269,48 @@ async def test_a_turn_of_uncertain_fate_is_told_though_text_before_it_is_still_u
         await harness.check()
 
 
+class GatedStore(MemoryStore):
+    """Writes text only as often as it is told to, while there is a `gate_of_text`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_of_text: asyncio.Semaphore | None = None
+        self.waiting: Sequence[Delta] = ()
+
+    async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
+        if self.gate_of_text is not None:
+            self.waiting = deltas
+            await self.gate_of_text.acquire()
+            self.waiting = ()
+        return await super().append(deltas)
+
+
+async def test_an_answer_goes_on_after_a_late_write_of_the_same_lease(encoders: Encoders) -> None:
+    """A session that is lost and asked for again is ours under the same fence: what was on its way then still lands."""
+    store = GatedStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create(params={"temperature": 1.0, "seed": 3, "max_tokens": 100})
+        message, reply = await harness.say(session, "on")
+        await harness.writing(session, reply, 5)
+        held = harness.service._core.sessions
+        before = await held.get(ANN, session)
+        store.gate_of_text = gate = asyncio.Semaphore(0)
+        await harness.until(lambda: store.waiting and before.generations[reply].num_unsent > 3)
+        gate.release()  # the next write has all that has gathered, and will not be cut at the same place again
+        await harness.until(lambda: store.waiting and len(store.waiting[0].token_ids) > 3)
+        held.lose(ANN, session)
+        after = await held.get(ANN, session)
+        assert after.fence == before.fence
+        store.gate_of_text = None
+        gate.release()
+        await harness.ended(session, reply)
+        again = await harness.regenerate(session, message)
+        await harness.ended(session, again)
+        assert harness.text(session, reply) == harness.text(session, again)
+        await harness.idle()
+        await harness.check()
+
+
 async def test_text_goes_on_while_the_reply_of_an_earlier_write_is_on_its_way(encoders: Encoders) -> None:
     class Overtaken(MemoryStore):
         """The reply to the next commit comes after those to some later appends."""
