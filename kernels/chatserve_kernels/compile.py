@@ -21,9 +21,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from chatserve_kernels import attend_hopper, compile_step
-from chatserve_kernels.attend import attend_kernel, merge_kernel
+from chatserve_kernels.attend import attend_kernel
 from chatserve_kernels.configs import default_configs, prefill_configs
 from chatserve_kernels.launch import MERGE_WARPS, MIN_DOT, merge_constants
+from chatserve_kernels.merge import merge_kernel
 from chatserve_kernels.tiles import TileConfig
 
 TARGET = GPUTarget("cuda", 90, 32)

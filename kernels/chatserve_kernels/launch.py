@@ -13,8 +13,9 @@ import torch
 import triton
 
 from chatserve_kernels import attend_hopper
-from chatserve_kernels.attend import attend_kernel, merge_kernel
+from chatserve_kernels.attend import attend_kernel
 from chatserve_kernels.early_launch import can_launch_early, early_launch
+from chatserve_kernels.merge import merge_kernel
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DevicePlan
