@@ -142,6 +142,8 @@ class Leases:
             await self._sweep()
         except StoreUnavailableError as error:
             log.info("left to inherit later: %s", error)
+        except Exception:  # a bug of ours; the next beat tries again
+            log.exception("what the dead were generating could not be looked for")
 
     async def _sweep(self) -> None:
         others = [owner for owner in await self._store.workers.known() if owner != self.owner]
@@ -161,6 +163,10 @@ class Leases:
                 num_taken += 1
             except (NotFoundError, OwnedElsewhereError, LeaseLostError) as error:
                 log.debug("%s was not to be taken over: %s", session, error)
+            except StoreUnavailableError:
+                raise
+            except Exception:  # one that cannot be read must not keep the others from going on
+                log.exception("session %s of %s could not be taken over", session, dead)
         await self._store.workers.forget(dead)
         self._silent_since.pop(dead, None)
         if unfinished:

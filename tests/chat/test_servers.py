@@ -200,6 +200,30 @@ async def test_the_heir_of_a_dead_server_goes_on_with_the_same_text(encoders: En
         await b.idle()
 
 
+async def test_a_session_that_cannot_be_taken_over_keeps_no_other_from_it(
+    encoders: Encoders, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    a = await server(encoders, store, "a").__aenter__()
+    async with server(encoders, store, "b") as b:
+        made = [await a.create(params={"max_tokens": 3000}) for _ in range(4)]
+        replies = [(await a.say(session, "on"))[1] for session in made]
+        for session, reply in zip(made, replies, strict=True):
+            await a.writing(session, reply)
+        damaged = made[0]
+        stored = store._sessions[ANN, damaged]
+        whole, stored.record = stored.record, None  # type: ignore[assignment]
+        await a.crash()
+        store.workers.die(a.owner)
+        await b.until(lambda: all(is_held(b, session) for session in made[1:]))
+        await b.until(lambda: a.owner not in store.workers._known)
+        assert damaged in caplog.text
+        stored.record = whole
+        for session, reply in zip(made[1:], replies[1:], strict=True):
+            await b.call("stop_generation", session=session, message=reply)
+        await b.idle()
+
+
 async def test_a_server_that_starts_in_a_dead_ones_place_goes_on_at_once(encoders: Encoders) -> None:
     """Also with a message that was being continued, whose older tokens are part of the prompt."""
     store = MemoryStore()
