@@ -213,10 +213,15 @@ class Following:
         epoch = None
         while epoch != relay.epoch:
             epoch = relay.epoch
-            events = await self._health.persist(lambda: self._events(relay))
-            await self.answer_first(user, session)
+            try:
+                events = await self._health.persist(lambda: self._events(relay))
+                await self.answer_first(user, session)
+                if events is None:
+                    log.warning("session %s went on too far to be caught up with", session)
+            except Exception:  # what cannot be read now may be read as a whole: whoever follows comes back for that
+                log.exception("session %s cannot be caught up with", session)
+                events = None
             if events is None:
-                log.warning("session %s went on too far to be caught up with", session)
                 relay.seq = None
                 self._break_off(user, session)
                 break

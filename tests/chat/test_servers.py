@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from chatserve.chat import forwarding, leases, orphans
-from chatserve.chat.events import SessionUpdated
+from chatserve.chat.events import AnyEvent, SessionUpdated
 from chatserve.chat.live_session import LiveSession
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.store import LeaseLostError
 from chatserve.errors import ChatError, NotFoundError, OverloadedError
-from chatserve.types import SessionId
+from chatserve.types import SessionId, UserId
 from tests.chat.harness import ANN, BOB, Harness, refused, view_of
 from tests.fakes.memory_store import MemoryStore
 
@@ -319,6 +319,35 @@ async def test_followers_of_what_is_trimmed_are_sent_away(encoders: Encoders) ->
         feed.recover()
         await b.until(lambda: b.broken_off == [session])
         await b.follow(session)
+        await agree(a, b)
+
+
+async def test_followers_of_what_cannot_be_read_are_sent_away_and_hear_all_when_they_are_back(
+    encoders: Encoders, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Damaged(MemoryStore):
+        is_damaged = False
+
+        async def events(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
+            if self.is_damaged:
+                raise ValueError("this is no event")
+            return await super().events(user, session, after)
+
+    store = Damaged()
+    async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
+        session = await a.create(params={"max_tokens": 2000})
+        await b.follow(session)
+        _, reply = await a.say(session, "on")
+        await b.writing(session, reply, 20)
+        store.is_damaged = True
+        b.service._runtime.feed.is_deaf = True
+        b.service._runtime.feed.recover()
+        await b.until(lambda: b.broken_off == [session])
+        assert "this is no event" in caplog.text
+        store.is_damaged = False
+        await b.follow(session)
+        await a.call("stop_generation", session=session, message=reply)
+        await b.ended(session, reply)
         await agree(a, b)
 
 
