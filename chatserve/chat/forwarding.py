@@ -5,18 +5,17 @@ what arrives twice is done once, because requests are idempotent. An owner that 
 rather than work for others.
 
 On a socket an answer comes before the events of its request, and after those that came before it. The write that does
-a request names it on the feed, so its asker answers just before it publishes that write's events; an answer that comes
-by letter waits for the events that it follows.
+a request names it on the feed, so its asker answers just before it publishes that write's events, and looks for an
+answer in the store before it publishes what it had to read; one that comes by letter waits for the events before it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from typing import TYPE_CHECKING, Any, Final, Protocol
-
-import msgspec
 
 from chatserve import errors
 from chatserve.chat.feed import Feed
@@ -31,7 +30,7 @@ from chatserve.errors import ChatError, StoreUnavailableError
 from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +48,6 @@ class Perform(Protocol):
     ) -> None: ...
 
 
-class _Asked:
-    def __init__(self, request: Request, session: SessionId, kind: str) -> None:
-        self.request = request
-        self.session = session
-        self.kind = kind
-        self.reply: asyncio.Future[Done | Refused | Moved] = asyncio.get_running_loop().create_future()
-
-
 class Forwarding:
     """Both ends of it."""
 
@@ -66,7 +57,8 @@ class Forwarding:
         self._leases = leases
         self._following = following
         self._sessions = sessions
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, asyncio.Future[Done | Refused | Moved]] = {}
+        self._pending: dict[Request, tuple[SessionId, str]] = {}
         self._numbers = itertools.count(1)
         self._serving: set[asyncio.Task[None]] = set()
         self.perform: Perform
@@ -75,15 +67,26 @@ class Forwarding:
 
     # --- the asker's end ----------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def pending(self, request: Request, session: SessionId, kind: str) -> Iterator[None]:
+        """While a request is tried here and there it may turn out to be done: then it is answered before the events
+        that tell of it are published.
+        """
+        self._pending[request] = session, kind
+        try:
+            yield
+        finally:
+            del self._pending[request]
+
     async def ask(self, owner: Owner, request: Request, session: SessionId, kind: str, fields: dict[str, Any]) -> bool:
-        """Have `owner` do a request. True: it is answered; False: the session is to be had, try it here.
+        """Have `owner` do a `pending` request. True: it is answered; False: the session is to be had, try it here.
 
         Raises:
             ChatError: what the owner says.
             StoreUnavailableError: it lives and does not answer.
         """
         number = next(self._numbers)
-        asked = self._asked[number] = _Asked(request, session, kind)
+        awaited = self._asked[number] = asyncio.get_running_loop().create_future()
         body = encode_letter(
             Ask(
                 number=number,
@@ -97,7 +100,7 @@ class Forwarding:
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
-                reply = await self._insist(owner, body, asked.reply)
+                reply = await self._insist(owner, body, awaited)
         except TimeoutError:
             raise StoreUnavailableError("the server that has this conversation does not answer; try again") from None
         finally:
@@ -106,12 +109,13 @@ class Forwarding:
             case Done(fields=answer, seq=seq):
                 if not request.is_answered:
                     await self._following.caught_up(request.user, session, seq)
-                    self._answer(request, answer)
+                if not request.is_answered:
+                    request.answer(answer)
                 return True
             case Refused():
                 raise _error(reply)
             case _:
-                return False
+                return request.is_answered
 
     async def _insist(
         self, owner: Owner, body: bytes, reply: asyncio.Future[Done | Refused | Moved]
@@ -126,25 +130,20 @@ class Forwarding:
                 return None
 
     def _answered(self, user: UserId, request_id: str, answer: bytes) -> None:
-        for asked in self._asked.values():
-            if asked.request.user == user and asked.request.request_id == request_id:
-                self._answer(asked.request, msgspec.json.decode(answer))
+        for request in list(self._pending):
+            if request.user == user and request.request_id == request_id:
+                request.answer_earlier(answer)
 
     async def _answer_first(self, user: UserId, session: SessionId) -> None:
         # The answer to a stop follows the events of the end, some of which may not have been read yet.
-        waiting = [a for a in self._asked.values() if a.session == session and a.kind != "generation.stop"]
-        for request in [asked.request for asked in waiting if asked.request.user == user]:
-            try:
-                done = await self._store.answer(user, request.request_id)
-            except StoreUnavailableError:
-                return
-            if done is not None and done[0] == request.digest:
-                self._answer(request, msgspec.json.decode(done[1]))
-
-    @staticmethod
-    def _answer(request: Request, fields: dict[str, Any]) -> None:
-        if not request.is_answered:
-            request.answer(fields)
+        for request, (its_session, kind) in list(self._pending.items()):
+            if request.user == user and its_session == session and kind != "generation.stop":
+                try:
+                    done = await self._store.answer(user, request.request_id)
+                except StoreUnavailableError:
+                    return
+                if done is not None and done[0] == request.digest:
+                    request.answer_earlier(done[1])
 
     # --- the owner's end ----------------------------------------------------------------------------------------------
 
@@ -155,9 +154,9 @@ class Forwarding:
                 self._serving.add(task)
                 task.add_done_callback(self._served)
             case Done() | Refused() | Moved():
-                asked = self._asked.get(letter.number)
-                if asked is not None and not asked.reply.done():
-                    asked.reply.set_result(letter)
+                awaited = self._asked.get(letter.number)
+                if awaited is not None and not awaited.done():
+                    awaited.set_result(letter)
             case _:
                 self._sessions.lose(letter.user, letter.session)
 

@@ -52,6 +52,11 @@ class Request:
         for answer in self._waiting:
             answer(fields)
 
+    def answer_earlier(self, answer: bytes) -> None:
+        """Acknowledge it as the store says that it was, unless that has been done since."""
+        if self._answered is None:
+            self.answer(msgspec.json.decode(answer))
+
     def idempotency(self, fields: dict[str, Any]) -> Idempotency:
         """What the store is to remember, together with what the request changes."""
         return Idempotency(self.request_id, self.digest, msgspec.json.encode(fields))
@@ -128,7 +133,7 @@ class Requests:
         digest, answer = done
         if digest != request.digest:
             raise _used_before(request.request_id)
-        request.answer(msgspec.json.decode(answer))
+        request.answer_earlier(answer)
 
     def _forget(self, key: tuple[UserId, str], task: asyncio.Task[None]) -> None:
         del self._in_flight[key]

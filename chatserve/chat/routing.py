@@ -15,7 +15,7 @@ from chatserve.chat.requests import Request, Requests
 from chatserve.chat.session_requests import SessionRequests
 from chatserve.chat.store import LeaseLostError, OwnedElsewhereError
 from chatserve.chat.turns import Turns
-from chatserve.errors import OverloadedError
+from chatserve.errors import ChatError, OverloadedError
 from chatserve.types import UserId
 
 if TYPE_CHECKING:
@@ -64,16 +64,12 @@ class Router:
         given = {name: value for name, value in fields.items() if value is not UNSET}
 
         async def work(request: Request) -> None:
-            for _ in range(MOST_TRIES):
+            with self._forwarding.pending(request, given.get("session", ""), kind):
                 try:
-                    await self._perform(request, kind, given)
-                    return
-                except LeaseLostError:
-                    continue
-                except OwnedElsewhereError as elsewhere:
-                    if await self._forwarding.ask(elsewhere.owner, request, given["session"], kind, given):
-                        return
-            raise LeaseLostError
+                    await self._somewhere(request, kind, given)
+                except ChatError:
+                    if not request.is_answered:  # else it was found to be done, and may not be possible a second time
+                        raise
 
         await self._begin(kind, user, request_id, answer, given, work)
 
@@ -99,6 +95,19 @@ class Router:
     ) -> None:
         self._health.require()
         await self._requests.once(user, request_id, (kind, given), answer, work)
+
+    async def _somewhere(self, request: Request, kind: str, given: dict[str, Any]) -> None:
+        for _ in range(MOST_TRIES):
+            try:
+                await self._perform(request, kind, given)
+                return
+            except LeaseLostError:
+                if request.is_answered:
+                    return
+            except OwnedElsewhereError as elsewhere:
+                if await self._forwarding.ask(elsewhere.owner, request, given["session"], kind, given):
+                    return
+        raise LeaseLostError
 
     async def _perform(self, request: Request, kind: str, given: dict[str, Any]) -> None:
         if kind in _TURNS:

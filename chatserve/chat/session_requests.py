@@ -79,7 +79,7 @@ class SessionRequests:
             )
             earlier = await core.sessions.commit(live, change, apply)
             if earlier is not None:
-                request.answer(msgspec.json.decode(earlier))
+                request.answer_earlier(earlier)
             elif "title" in changes:
                 core.publish_changed(user, session, record.title, deleted=False)
 
@@ -212,7 +212,7 @@ class SessionRequests:
         committed = await core.store.commit(change)
         if committed.answer is not None:
             assert request is not None
-            request.answer(msgspec.json.decode(committed.answer))
+            request.answer_earlier(committed.answer)
             return None
         state = SessionState(record=record, seq=0, messages=tuple(messages), fence=_FIRST_FENCE)
         live = core.sessions.add(state)
@@ -239,7 +239,7 @@ class SessionRequests:
 
         earlier = await core.sessions.commit(live, change, apply)
         if earlier is not None:
-            request.answer(msgspec.json.decode(earlier))
+            request.answer_earlier(earlier)
             return
         core.release(user, tuple(live.paths.values()))
         core.publish_changed(user, session, None, deleted=True)

@@ -273,7 +273,10 @@ class Sessions:
                 if (live := self._live.get(session)) is not None:
                     return live  # after a load that failed there may be two at once, and one session has one lock
                 live = self.add(state)
-                self._following.give_way(user, session)
+                if missed is None:
+                    self._following.break_off(user, session)
+                else:
+                    self._following.give_way(user, session)
                 if missed:
                     self._publish(user, session, missed)
                 self.on_loaded(live)
@@ -290,9 +293,16 @@ class Sessions:
                 del self._spent[session]
 
     async def _missed(self, user: UserId, session: SessionId) -> list[AnyEvent] | None:
-        """What was written before the lease was ours, and those who follow here have not been told."""
-        published = self._following.published(user, session)
-        return None if published is None else await self._store.events(user, session, published)
+        """What was written before the lease was ours, and those who follow here have not been told; None where that is
+        no longer to be had.
+        """
+        if (published := self._following.published(user, session)) is None:
+            return []
+        events = await self._store.events(user, session, published)
+        if events:
+            await self._following.answer_first(user, session)
+        told = self._following.published(user, session)  # the feed may have been quicker
+        return events if events is None or told is None else [event for event in events if event.seq > told]
 
     async def _reload(self, live: LiveSession) -> None:
         missed = await self._store.events(live.user, live.session, live.seq)

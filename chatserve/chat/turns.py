@@ -274,7 +274,7 @@ class Turns:
         )
         earlier = await core.sessions.commit(live, transaction, apply)
         if earlier is not None:
-            request.answer(msgspec.json.decode(earlier))
+            request.answer_earlier(earlier)
         elif start is not None:
             core.publish_changed(live.user, live.session, title or None, deleted=False)
 

@@ -124,6 +124,43 @@ async def test_an_answer_comes_before_the_events_of_a_request_that_another_serve
         await agree(a, b)
 
 
+async def test_an_answer_comes_before_the_events_that_a_take_over_finds(encoders: Encoders) -> None:
+    """The server that did the request dies, and nothing that it said of it was heard."""
+    store = MemoryStore()
+    a = await server(encoders, store, "a").__aenter__()
+    async with server(encoders, store, "b") as b:
+        session = await a.create(params={"max_tokens": 3000})
+        await b.follow(session)
+        _, running = await a.say(session, "holds it")
+        await b.writing(session, running)
+        b.service._runtime.feed.is_deaf = True
+        asking = asyncio.ensure_future(b.say(session, "meanwhile", max_tokens=3))
+        await a.until(lambda: len(a.mirrors[session].messages) == 4)
+        await a.crash()
+        store.workers.die(a.owner)
+        _, reply = await asking  # checks the order
+        await b.ended(session, reply)
+        await b.call("stop_generation", session=session, message=running)
+        await agree(b)
+
+
+async def test_followers_of_what_is_trimmed_are_sent_away_by_a_take_over(encoders: Encoders) -> None:
+    store = MemoryStore(event_history=5)
+    a = await server(encoders, store, "a").__aenter__()
+    async with server(encoders, store, "b") as b:
+        session = await a.create(params={"max_tokens": 60})
+        await b.follow(session)
+        b.service._runtime.feed.is_deaf = True
+        _, reply = await a.turn(session, "too much to be caught up with")
+        await a.crash()
+        store.workers.die(a.owner)
+        await b.service._core.sessions.get(ANN, session)
+        assert b.broken_off == [session]
+        await b.follow(session)
+        await b.turn(session, "goes on", reply, max_tokens=2)
+        await agree(b)
+
+
 async def test_an_idle_session_moves_to_whoever_asks_and_stays_where_it_is_followed(encoders: Encoders) -> None:
     store = MemoryStore()
     async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
