@@ -19,6 +19,7 @@ import click
 from chatserve import __version__
 from chatserve.config import Limits, ServeSettings
 from chatserve.errors import StartupError
+from chatserve.options import ATTENTIONS, DTYPES, MAX_BLOCK_SIZE, MODEL_IMPLS
 from chatserve.supervisor.paths import default_cache_dir, default_data_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,7 +118,9 @@ def cli() -> None:
 @_data_dir
 @_cache_dir
 @_device
-@option("--block-size", type=click.IntRange(1, 256), default=_DEFAULTS.block_size, help="Tokens in a KV block.")
+@option(
+    "--block-size", type=click.IntRange(1, MAX_BLOCK_SIZE), default=_DEFAULTS.block_size, help="Tokens in a KV block."
+)
 @option(
     "--kv-cache-memory",
     default=_DEFAULTS.kv_cache_memory,
@@ -142,19 +145,19 @@ def cli() -> None:
 )
 @option(
     "--model-impl",
-    type=click.Choice(["auto", "llama", "hf"]),
+    type=click.Choice(MODEL_IMPLS),
     default=_DEFAULTS.model_impl,
     help="Our own model code, or transformers' through our attention.",
 )
 @option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    type=click.Choice(DTYPES),
     default=_DEFAULTS.dtype,
     help="Precision of weights and KV; auto takes float32 on a CPU and 16 bits on a GPU.",
 )
 @option(
     "--attention",
-    type=click.Choice(["auto", "torch", "triton"]),
+    type=click.Choice(ATTENTIONS),
     default=_DEFAULTS.attention,
     help="Attention by plain torch or by our Triton kernels; auto takes the kernels on a GPU that they are made for.",
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ("chatserve", "chatserve.types", "chatserve.errors", "chatserve.config")
+SHARED = ("chatserve", "chatserve.types", "chatserve.errors", "chatserve.config", "chatserve.options")
 
 # A module belongs to the longest prefix here, and may import from that prefix, from what is named, and from SHARED. A
 # name that ends in a dot stands for a whole package.
@@ -17,6 +17,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "chatserve.types": (),
     "chatserve.errors": (),
     "chatserve.config": (),
+    "chatserve.options": (),
     # Plain values that cross layers; they import nothing but what all share.
     "chatserve.sched.plan": (),
     "chatserve.engine.messages": (),
@@ -50,6 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 TORCH_FREE = ("chatserve.cache", "chatserve.sched", "chatserve.chat", "chatserve.server", "chatserve.supervisor")
 TORCH_FREE_MODULES = (
     "chatserve.cli",
+    "chatserve.options",
     "chatserve.doctor",
     "chatserve.engine.client",
     "chatserve.engine.messages",

@@ -196,7 +196,8 @@ class EngineClient:
                     self._answer(event)
                     await self._events.put((event, link))
         except OSError as error:
-            _log.info("the connection to the engine broke: %s", error)
+            # One that ends while it loads its model was never there, and says itself why.
+            _log.log(logging.DEBUG if link is None else logging.INFO, "the connection to the engine broke: %s", error)
         except MalformedFrameError as error:
             _log.error("what listens on %s is no engine of ours: %s", self._socket_path, error)
         finally:

@@ -22,6 +22,7 @@ from chatserve.engine.build import SizedRunner, build_engine
 from chatserve.engine.garbage import IdleCollector
 from chatserve.engine.server import EngineServer
 from chatserve.errors import StartupError
+from chatserve.options import check_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,6 +91,7 @@ def _remove_stale(path: Path) -> None:
 def serve(settings: EngineSettings, build_runner: Callable[[EngineSettings], SizedRunner]) -> int:
     """Load, listen, run until told to stop; the exit code. Errors at the start are one line on stderr."""
     try:
+        check_options(settings)
         # Clients may connect while the model loads; they are greeted when it is there.
         listener = listen(settings.socket_path)
     except StartupError as error:

@@ -11,26 +11,33 @@ from chatserve.errors import StartupError
 from chatserve.model.attention import AttentionBackend, TorchAttention
 
 if TYPE_CHECKING:
+    import torch
+
     from chatserve.model.kv_storage import KVStorage
 
-CHOICES = ("auto", "torch", "triton")
 
+def check_device(setting: str, device: torch.device) -> None:
+    """What can be said of a setting before a model is loaded.
 
-def check_choice(setting: str) -> None:
-    """Raises:
-    StartupError: not one of `CHOICES`.
+    Raises:
+        StartupError: it is triton, and the kernels cannot run on such a device.
     """
-    if setting not in CHOICES:
-        raise StartupError(f"attention must be auto, torch or triton, not {setting!r}")
+    if setting != "triton":
+        return
+    try:
+        from chatserve.model import triton_attention  # noqa: PLC0415 - as below
+    except ImportError:
+        raise _refused("triton is not installed") from None
+    if reason := triton_attention.why_not_device(device):
+        raise _refused(reason)
 
 
 def choose_backend(setting: str, storage: KVStorage, num_heads: int) -> AttentionBackend:
     """The backend that a setting asks for.
 
     Raises:
-        StartupError: the setting is not one of `CHOICES`, or is triton where the kernels cannot serve the model.
+        StartupError: the setting is triton where the kernels cannot serve the model.
     """
-    check_choice(setting)
     if setting == "torch" or (setting == "auto" and storage.device_pool.device.type != "cuda"):
         return TorchAttention(storage)
     try:
@@ -43,4 +50,8 @@ def choose_backend(setting: str, storage: KVStorage, num_heads: int) -> Attentio
             return triton_attention.TritonAttention(storage, num_heads)
     if setting == "auto":
         return TorchAttention(storage)
-    raise StartupError(f"attention triton cannot be used: {reason}; choose auto or torch")
+    raise _refused(reason)
+
+
+def _refused(reason: str | None) -> StartupError:
+    return StartupError(f"--attention triton cannot be used: {reason}; choose auto or torch")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chatserve.errors import StartupError
-from chatserve.model.backends import check_choice, choose_backend
+from chatserve.model.backends import check_device, choose_backend
 from chatserve.model.background import BackgroundCopies
 from chatserve.model.block_bytes import StorageBytes
 from chatserve.model.block_tables import BlockTables
@@ -22,8 +22,9 @@ from chatserve.model.kv_storage import KVStorage
 from chatserve.model.loader import choose_device, load_model
 from chatserve.model.rows import BatchRows
 from chatserve.model.shapes import KVShape
-from chatserve.model.sizing import available_memory, compute_threads, cuda_room, device_blocks, host_blocks, parse_size
+from chatserve.model.sizing import available_memory, compute_threads, cuda_room, device_blocks, host_blocks
 from chatserve.model.staging import Readback
+from chatserve.options import check_num_blocks, check_options
 from chatserve.sched.plan import StepFailedError, StepResult, TransfersFailedError
 
 if TYPE_CHECKING:
@@ -117,9 +118,11 @@ class ModelRunner:
         """How many blocks `settings.kv_snapshot_limit` allows.
 
         Raises:
-            StartupError: it is nonsense.
+            StartupError: it has no room for a block.
         """
-        return parse_size("kv-snapshot-limit", settings.kv_snapshot_limit, self.storage.block_bytes, has_auto=False)
+        return check_num_blocks(
+            "--kv-snapshot-limit", settings.kv_snapshot_limit, self.storage.block_bytes, 1, has_auto=False
+        )
 
     def check(self) -> None:
         self._rows.check(self.num_blocks)
@@ -134,15 +137,14 @@ def build_runner(settings: EngineSettings) -> ModelRunner:
     Raises:
         StartupError: one line: what cannot be used, and what to do.
     """
+    check_options(settings)
     device = choose_device(settings.device)
+    check_device(settings.attention, device)
     if device.type == "cpu":
         torch.set_num_threads(compute_threads(settings.threads))
     # TF32 keeps 10 bits of the mantissa; float32 is asked for where equality matters.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    if settings.block_size < 1:
-        raise StartupError(f"block-size must be at least 1 token, not {settings.block_size}")
-    check_choice(settings.attention)
     return _build_on_cuda(settings, device) if device.type == "cuda" else _build_on_cpu(settings, device)
 
 

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from chatserve.errors import StartupError
+from chatserve.options import MIN_BLOCKS, check_num_blocks, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_ALLOWED = "bytes with an optional suffix (512M, 4G) or a number of blocks (64blocks)"
 _AUTO_CPU_SHARE = 0.25
 _AUTO_CPU_BYTES = 2 << 30
 _AUTO_HOST_BYTES = 16 << 30
 _AUTO_BLOCKS = 1 << 17
 """Most blocks by default: tiny models have tiny blocks, and each costs the block tree a little."""
-MIN_BLOCKS = 2
 
 
 def cuda_room(device: torch.device, utilization: float, step_bytes: int) -> int:
@@ -58,12 +56,8 @@ def device_blocks(setting: str, block_bytes: int, free: int, *, is_cuda: bool) -
                 f"{free >> 20} MiB are free, which is too little for KV: {MIN_BLOCKS} blocks of {block_bytes} bytes"
             )
         return blocks
-    blocks = parse_size("kv-cache-memory", setting, block_bytes)
-    if blocks < MIN_BLOCKS:
-        raise StartupError(
-            f"kv-cache-memory {setting} holds {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
-        )
-    _check_there_is("kv-cache-memory", setting, blocks * block_bytes, free)
+    blocks = check_num_blocks("--kv-cache-memory", setting, block_bytes, MIN_BLOCKS)
+    _check_there_is("--kv-cache-memory", setting, blocks * block_bytes, free)
     return blocks
 
 
@@ -77,23 +71,9 @@ def host_blocks(setting: str, block_bytes: int, device: torch.device) -> int:
     if setting == "auto":
         most = _AUTO_HOST_BYTES if device.type == "cuda" else _AUTO_CPU_BYTES
         return min(min(int(free * _AUTO_CPU_SHARE), most) // block_bytes, _AUTO_BLOCKS)
-    blocks = parse_size("host-cache-memory", setting, block_bytes)
-    _check_there_is("host-cache-memory", setting, blocks * block_bytes, free)
+    blocks = parse_size("--host-cache-memory", setting, block_bytes)
+    _check_there_is("--host-cache-memory", setting, blocks * block_bytes, free)
     return blocks
-
-
-def parse_size(option: str, setting: str, block_bytes: int, *, has_auto: bool = True) -> int:
-    """Whole blocks for `512M`, `4G`, `1048576` or `64blocks`. `has_auto`: the option takes `auto` as well.
-
-    Raises:
-        StartupError: names the option, what was given and what is allowed.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(?:i?B)?|(blocks?))", setting.strip(), re.IGNORECASE)
-    if match is None or (match[3] and "." in match[1]):
-        raise StartupError(f"{option} must be {'auto, ' if has_auto else ''}{_ALLOWED}, not {setting!r}")
-    if match[3]:
-        return int(match[1])
-    return int(float(match[1]) * _UNITS[match[2].upper()]) // block_bytes
 
 
 def available_memory() -> int:
@@ -108,13 +88,7 @@ def available_memory() -> int:
 
 
 def compute_threads(setting: int) -> int:
-    """Threads on a CPU: what was asked for, else torch's count of physical cores within this process's share.
-
-    Raises:
-        StartupError: a negative number.
-    """
-    if setting < 0:
-        raise StartupError(f"threads must be 0 (one a physical core) or more, not {setting}")
+    """Threads on a CPU: what was asked for, else torch's count of physical cores within this process's share."""
     if setting:
         return setting
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -57,14 +57,20 @@ def is_interpreted() -> bool:
 
 def why_not(storage: KVStorage, num_heads: int) -> str | None:
     """What keeps the kernels from serving such a model there, or None."""
-    device = storage.device_pool.device
+    return why_not_device(storage.device_pool.device) or _why_not_shape(
+        storage, num_heads // storage.shape.num_kv_heads
+    )
+
+
+def why_not_device(device: torch.device) -> str | None:
+    """What keeps the kernels from running there, whatever the model, or None."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability != CAPABILITY:
             return f"it needs compute capability {_dotted(CAPABILITY)}, not {_dotted(capability)}"
     elif not is_interpreted():
         return f"it needs a CUDA device, not {device.type}"
-    return _why_not_shape(storage, num_heads // storage.shape.num_kv_heads)
+    return None
 
 
 def _why_not_shape(storage: KVStorage, group: int) -> str | None:

@@ -21,6 +21,7 @@ import msgspec
 
 from chatserve.config import KV_SNAPSHOT_S, EngineSettings, ServeSettings, WebSettings, hand_over_settings
 from chatserve.errors import StartupError
+from chatserve.options import check_options
 from chatserve.server.origin import Gate
 from chatserve.supervisor import network, paths
 from chatserve.supervisor.children import Child, Commands, RestartPolicy, describe_exit
@@ -86,6 +87,7 @@ class Supervisor:
             StartupError: it could not start; nothing is left running.
         """
         settings = self._settings
+        check_options(settings)
         network.check_exposure(settings.host, settings.tokens_file)
         # The web worker has the same said, but after a model has been fetched and loaded.
         Gate(settings.host, settings.allowed_hosts, settings.allowed_origins)

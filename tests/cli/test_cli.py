@@ -130,6 +130,21 @@ def test_no_option_takes_a_number_that_is_not_finite(option: str, value: str) ->
     assert option in refused.output
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--kv-snapshot-limit=banana", "--kv-snapshot-limit=0", "--kv-cache-memory=1block", "--host-cache-memory=-1"],
+)
+def test_a_size_that_is_none_is_refused_before_anything_is_made(tmp_path: Path, option: str) -> None:
+    places = [f"--data-dir={tmp_path / 'data'}", f"--cache-dir={tmp_path / 'cache'}", "--port=0"]
+    refused = CliRunner().invoke(cli.cli, ["serve", *places, option])
+    assert refused.exit_code == 1
+    name, _, value = option.partition("=")
+    assert refused.output.startswith(f"chatserve: {name} must ")
+    assert repr(value) in refused.output
+    assert len(refused.output.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_quota_of_no_bytes_is_refused() -> None:
     refused = CliRunner().invoke(cli.cli, ["serve", "--max-bytes-per-user=0K"])
     assert refused.exit_code == 2

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -197,8 +200,9 @@ async def test_a_killed_clients_requests_are_cancelled(run_dir: Path) -> None:
     [
         ({"socket_path": Path("/tmp") / ("x" * 120) / "engine.sock"}, "107 bytes"),
         ({"kv_cache_memory": "1blocks"}, "--kv-cache-memory"),
+        ({"kv_snapshot_limit": "banana"}, "--kv-snapshot-limit must be"),
     ],
-    ids=["socket path too long", "pool too small"],
+    ids=["socket path too long", "pool too small", "a size that is none"],
 )
 def test_what_keeps_it_from_starting_is_one_line(run_dir: Path, settings: dict[str, object], said: str) -> None:
     with engine_process(settings_of(run_dir, **settings)) as process:
@@ -206,6 +210,25 @@ def test_what_keeps_it_from_starting_is_one_line(run_dir: Path, settings: dict[s
     assert process.returncode == 1
     assert len(log.splitlines()) == 1
     assert said in log
+
+
+async def test_an_engine_that_ends_while_it_loads_is_not_reported_by_who_waited_for_it(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = run_dir / "engine.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        client = EngineClient(path)
+        waiting = asyncio.create_task(client.connect(TIMEOUT_S))
+        await asyncio.to_thread(select.select, [listener], [], [], TIMEOUT_S)
+    # Closed without an accept, as by a process that ends: the connection is reset.
+    path.unlink()
+    with engine_process(settings_of(run_dir)):
+        await waiting
+        assert not [record for record in caplog.records if record.name == "chatserve.engine.client"]
+        await client.close()
 
 
 def test_settings_that_are_none_are_refused_with_a_usage_line() -> None:

@@ -253,7 +253,8 @@ def test_sizes_and_context_follow_the_settings(model_dir: Path) -> None:
     ("fields", "words"),
     [
         ({"kv_cache_memory": "lots"}, "kv-cache-memory must be auto.*'lots'"),
-        ({"kv_cache_memory": "1blocks"}, "1blocks holds 1 blocks.*at least 2"),
+        ({"kv_cache_memory": "1blocks"}, "at least 2 blocks, not '1blocks'"),
+        ({"kv_cache_memory": "100"}, "at least 2 blocks of .* bytes, not '100'"),
         ({"kv_cache_memory": "4000T"}, "only .* free"),
         ({"host_cache_memory": "-3"}, "host-cache-memory must be"),
         ({"device": "tpu"}, "device must be auto, cpu, cuda.*'tpu'"),

@@ -225,7 +225,6 @@ def test_layers_with_and_without_soft_cap_take_turns_in_a_step(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("setting", "heads", "words"),
     [
-        ("cuda", Heads(), "attention must be auto, torch or triton, not 'cuda'"),
         ("triton", Heads(head_dim=24), "heads of .*, not 24; choose auto or torch"),
         ("triton", Heads(group=17), "16 query heads a KV head, not 17"),
         ("triton", Heads(block_size=5), "power of two, not 5"),
