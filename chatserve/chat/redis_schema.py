@@ -2,7 +2,8 @@
 
 A store is taken from its version to ours one step at a time, by one process while the others wait. The version is
 raised after a step is done, and each step may be done again: whoever dies in the middle leaves a store that the next
-start finishes. Servers of the older version must have been stopped before.
+start finishes. One that stood still for so long that another did its work finds so when it renews its lock, and stops.
+Servers of the older version must have been stopped before.
 """
 
 from __future__ import annotations
@@ -36,41 +37,63 @@ _PAUSE_S: Final = 0.2
 _USERS_AT_ONCE: Final = 500
 
 
+_IF_EQUAL: Final = Script.read("if_equal")
+
+
+class _LockLostError(Exception):
+    """Another process is at it, or was."""
+
+
 class Migration(msgspec.Struct, frozen=True):
     """From version `before` to the next; `run` may be repeated."""
 
     before: int
     run: Callable[[RedisLink, Callable[[], Awaitable[None]]], Awaitable[None]]
-    """Calls its second argument, which renews the lock, at least every few seconds."""
+    """Calls its second argument, which renews the lock, at least every few seconds, and before each write that must not
+    be done over what servers of the newer version wrote. It raises where the lock is another's; that ends the step.
+    """
 
 
 async def bring_up_to_date(link: RedisLink, migrations: tuple[Migration, ...] | None = None) -> None:
     """Mark an empty store with our version, and migrate an older one.
 
     Raises:
-        StartupError: it is newer than this program, or not a version.
+        StartupError: it is newer than this program, or not a version that it knows.
         StoreUnavailableError: it does not answer.
     """
     steps = {step.before: step for step in (MIGRATIONS if migrations is None else migrations)}
     newest = max([SCHEMA, *(before + 1 for before in steps)])
     await link.command("mark its schema", "SET", KEY, str(newest), "NX")
     while (version := await _version(link, newest)) < newest:
+        if (step := steps.get(version)) is None:
+            raise StartupError(
+                f"the store at {link.name} has schema {version}, and this version can bring schemas {min(steps)} to "
+                f"{newest - 1} up to date: give it another store"
+            )
         me = uuid.uuid4().hex
         if not await link.command("lock its schema", "SET", _LOCK, me, "NX", "EX", _LOCK_TTL_S):
             await asyncio.sleep(_PAUSE_S)  # another server is at it
             continue
 
-        async def renew() -> None:
-            await link.command("lock its schema", "EXPIRE", _LOCK, _LOCK_TTL_S)
+        async def renew(me: str = me) -> None:
+            if not await _if_equal(link, "lock its schema", _LOCK, me, "EXPIRE", _LOCK_TTL_S):
+                raise _LockLostError
 
         try:
             if await _version(link, newest) != version:
                 continue
             log.warning("bringing the store at %s from schema %d to %d", link.name, version, version + 1)
-            await steps[version].run(link, renew)
-            await link.command("mark its schema", "SET", KEY, str(version + 1))
+            await step.run(link, renew)
+            await _if_equal(link, "mark its schema", KEY, str(version), "SET", version + 1)
+        except _LockLostError:
+            log.warning("this server stood still while it brought the store up to date; another one goes on with it")
         finally:
-            await link.command("unlock its schema", "DEL", _LOCK)
+            await _if_equal(link, "unlock its schema", _LOCK, me, "DEL")
+
+
+async def _if_equal(link: RedisLink, what: str, key: str, value: str, command: str, *args: int) -> object:
+    """The reply to a command on a key; None where the key has another value."""
+    return await link.script(what, _IF_EQUAL, Call((key.encode(),), (value.encode(), command.encode(), *args)))
 
 
 async def _version(link: RedisLink, newest: int) -> int:
@@ -124,6 +147,7 @@ async def _usage(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
                 num_bytes, num_generating = num_bytes + took, num_generating + generating
                 await renew()
             if num_bytes:
+                await renew()
                 usage = ("bytes", num_bytes, "generating", num_generating)
                 await link.command("note what a user has", "HSET", keys.of("usage"), *usage)
         cursor = int(next_cursor)

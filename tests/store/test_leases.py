@@ -21,7 +21,7 @@ from chatserve.chat.redis_store import RedisStore, open_store
 from chatserve.chat.redis_workers import RedisWorkers
 from chatserve.chat.store import Idempotency, LeaseLostError, OwnedElsewhereError
 from chatserve.chat.workers import Owner, Standing, owner_name
-from chatserve.errors import NotFoundError, StoreUnavailableError
+from chatserve.errors import NotFoundError, StartupError, StoreUnavailableError
 from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.types import MessageId, SessionId, UserId
 from tests.store.proxy import Proxy
@@ -297,4 +297,38 @@ async def test_steps_run_in_order_once_and_again_after_a_death_in_the_middle(own
     await asyncio.gather(*(bring_up_to_date(link, steps) for _ in range(3)))
     assert ran == [SCHEMA, SCHEMA + 1, SCHEMA + 1]
     assert await link.command("get", "GET", "chatserve:schema") == str(SCHEMA + 2).encode()
+    await link.close()
+
+
+@pytest.mark.parametrize("renews", [True, False])
+async def test_who_stood_still_in_a_step_undoes_nothing_of_what_others_did_meanwhile(
+    own_server: EmbeddedStore, renews: bool
+) -> None:
+    link = RedisLink(own_server.url)
+    went_on: list[int] = []
+
+    async def slow(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
+        await renew()
+        await link.command("lock", "SET", "chatserve:schema-lock", "another's")  # after ours had expired
+        await link.command("mark", "SET", "chatserve:schema", SCHEMA + 2)
+        if renews:
+            await renew()
+            went_on.append(SCHEMA)
+
+    async def never(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
+        went_on.append(SCHEMA + 1)
+
+    await bring_up_to_date(link)
+    await bring_up_to_date(link, (Migration(SCHEMA, slow), Migration(SCHEMA + 1, never)))
+    assert went_on == []
+    assert await link.command("get", "GET", "chatserve:schema") == str(SCHEMA + 2).encode()
+    assert await link.command("get", "GET", "chatserve:schema-lock") == b"another's"
+    await link.close()
+
+
+async def test_a_schema_that_no_step_begins_at_is_refused_in_one_line(own_server: EmbeddedStore) -> None:
+    link = RedisLink(own_server.url)
+    await link.command("mark", "SET", "chatserve:schema", 0)
+    with pytest.raises(StartupError, match=rf"schema 0, and this version can bring schemas 1 to {SCHEMA - 1}"):
+        await bring_up_to_date(link)
     await link.close()
