@@ -70,10 +70,25 @@ class PromptEncoder:
         # Found once, here: an operator's prompt may be long, and this is asked for on the event loop.
         self._shared_ids = {system: self._find_shared_ids(system) for system in (None, *self._operator_prompts)}
         self._template_ids = _common_start([self.encode_root(probe, "a") for probe in _PROBES])
+        self.min_prompt_tokens = min(len(self.encode_root(system, "")) for system in (None, ""))
+        """Of any conversation: what the template alone takes."""
 
     @property
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
+
+    def check_context(self, context_tokens: int) -> None:
+        """See that a conversation could begin in a context of so many tokens.
+
+        Raises:
+            StartupError: the template alone fills it.
+        """
+        least = self.min_prompt_tokens + 1
+        if context_tokens < least:
+            raise StartupError(
+                f"--context-tokens must be at least {least}, not {context_tokens}: "
+                f"the model's chat template alone takes {least - 1}, and an answer a token more"
+            )
 
     @property
     def rewrites_history(self) -> bool:

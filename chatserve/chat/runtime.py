@@ -220,6 +220,14 @@ class Runtime:
         task.add_done_callback(self._watch)
 
     def _engine_up(self) -> None:
+        info, least = self.core.link.engine.info, self.core.encoder.min_prompt_tokens
+        if info is not None and info.context_tokens <= least:
+            # The model's own context, or what the KV cache has room for; --context-tokens was held against it already.
+            log.warning(
+                "no conversation fits: the engine's context is %d tokens, and the chat template alone takes %d; "
+                "is --kv-cache-memory too small?",
+                *(info.context_tokens, least),
+            )
         if self._engine_down_since is not None:
             self._engine_down_since = None
             assert self._patience is not None

@@ -103,6 +103,8 @@ async def _open_context(settings: WebSettings) -> AsyncIterator[Context]:
     serve = settings.serve
     authenticator = Authenticator(serve.tokens_file)
     encoder = PromptEncoder(settings.model_dir, operator_prompts=read_operator_prompts(serve.system_prompts_dir))
+    if serve.context_tokens:
+        encoder.check_context(serve.context_tokens)
     async with contextlib.AsyncExitStack() as stack:
         store = await open_store(settings.redis_url, event_history=serve.event_history, patience_s=STORE_PATIENCE_S)
         stack.push_async_callback(store.close)

@@ -60,6 +60,20 @@ def test_a_first_turn_equals_the_whole_string_tokenised(
     assert encoder.encode_root(None, text) == whole(encoder, encoders.root / kind, turns(text))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_context_is_refused_exactly_where_no_conversation_can_begin(
+    encoders: dict[str, PromptEncoder], kind: str
+) -> None:
+    encoder = encoders[kind]
+    shortest = min(len(encoder.encode_root(system, text)) for system in (None, "", "x") for text in ("", "a", *TEXTS))
+    for context_tokens in (1, shortest):
+        with pytest.raises(
+            StartupError, match=f"--context-tokens must be at least {shortest + 1}, not {context_tokens}"
+        ):
+            encoder.check_context(context_tokens)
+    encoder.check_context(shortest + 1)
+
+
 @pytest.mark.parametrize("kind", ["chatml", "llama3", "phi3", "qwen3", "llama2"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_system_prompt_is_the_templates(encoders: dict[str, PromptEncoder], kind: str, text: str) -> None:

@@ -343,6 +343,16 @@ async def test_the_last_token_of_the_context_is_used_and_not_one_more(encoders: 
         assert isinstance(error, ContextOverflowError)
 
 
+@pytest.mark.parametrize("room", [0, 1])
+async def test_a_context_that_holds_no_conversation_is_said_when_the_engine_comes(
+    encoders: Encoders, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    least = encoders["chatml"].min_prompt_tokens
+    async with Harness(encoders["chatml"], context_tokens=least + room) as harness:
+        await harness.create()
+    assert ("no conversation fits" in caplog.text) == (not room)
+
+
 async def test_what_one_user_may_have_running_is_limited(encoders: Encoders) -> None:
     async with Harness(encoders["chatml"], limits=Limits(max_generations_per_user=2)) as harness:
         session = await harness.create(params={"max_tokens": 3000})

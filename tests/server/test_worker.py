@@ -137,6 +137,7 @@ async def test_it_refuses_in_one_line_what_it_cannot_do(tmp_path: Path) -> None:
             (settings_for(tmp_path, nowhere, port=taken.getsockname()[1]), "cannot listen on"),
             (settings_for(tmp_path, nowhere, tokens_file=bad_tokens), "line 1"),
             (settings_for(tmp_path, nowhere), "none.sock"),
+            (settings_for(tmp_path, nowhere, context_tokens=1), "--context-tokens must be at least "),
             ("{}", "settings cannot be read"),
         ):
             code, said = await refusal(settings)
