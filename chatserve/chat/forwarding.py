@@ -158,7 +158,7 @@ class Forwarding:
                 if awaited is not None and not awaited.done():
                     awaited.set_result(letter)
             case _:
-                self._sessions.lose(letter.user, letter.session)
+                self._sessions.doubt(letter.user, letter.session)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for what is being done for others."""

@@ -14,7 +14,7 @@ from chatserve.types import SessionId, UserId
 
 
 class LeaseTaken(msgspec.Struct, frozen=True, tag=True):
-    """You were taken for dead: the lease of this session is another's."""
+    """You were taken for dead: the lease of this session is another's, or was when this was written."""
 
     user: UserId
     session: SessionId

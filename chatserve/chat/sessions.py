@@ -120,6 +120,11 @@ class Sessions:
             self._following.step_in(user, session, live.seq)
             self._drop([live])
 
+    def doubt(self, user: UserId, session: SessionId) -> None:
+        """The lease is said to be another's. That may be long ago: it may have been given back and be ours anew."""
+        if (live := self.peek(user, session)) is not None:
+            self._start(self._health.persist(partial(self.check_lease, live)))
+
     def lose_all(self) -> None:
         """The others took this process for dead, and each lease may be another's."""
         for live in self:

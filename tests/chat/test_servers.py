@@ -12,6 +12,7 @@ import pytest
 
 from chatserve.chat import forwarding, leases, orphans
 from chatserve.chat.events import AnyEvent, SessionUpdated
+from chatserve.chat.letters import AnyLetter, LeaseTaken, encode_letter
 from chatserve.chat.live_session import LiveSession
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.store import LeaseLostError
@@ -320,6 +321,26 @@ async def test_a_server_whose_leases_are_gone_and_that_was_not_told_finds_out(en
         await a.call("stop_generation", session=session, message=reply)
         assert a.mirrors[session].ends[reply][0].reason == "cancelled"
         await b.turn(session, "on", reply, max_tokens=2)
+        await agree(a, b)
+
+
+async def test_a_lease_that_is_good_again_is_not_dropped_for_a_letter_that_is_late(encoders: Encoders) -> None:
+    store = MemoryStore()
+    async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
+        session = await a.create(params={"max_tokens": 3000})
+        await b.follow(session)
+        _, reply = await a.say(session, "on")
+        await a.writing(session, reply, 20)
+        held = a.service._core.sessions
+        live = held.peek(ANN, session)
+        told: list[AnyLetter] = []
+        take = a.service._runtime.forwarding.take
+        a.service._runtime.forwarding.take = lambda letter: (told.append(letter), take(letter))
+        assert store.feeds.send(a.owner, encode_letter(LeaseTaken(ANN, session)))
+        await a.until(lambda: told and not held._tasks)
+        assert held.peek(ANN, session) is live
+        await a.call("stop_generation", session=session, message=reply)
+        assert a.mirrors[session].ends[reply][0].reason == "cancelled"
         await agree(a, b)
 
 
