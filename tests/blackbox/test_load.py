@@ -24,6 +24,15 @@ async def sockets_become(server: Server, wanted: int) -> None:
                 return
 
 
+async def shout(client: ChatClient, session: str, text: str) -> None:
+    """Cause a long event, unless the store is too busy to take it just now."""
+    try:
+        await client.request("session.update", session=session, system=text)
+    except RequestFailedError as error:
+        if error.code != "store_unavailable":
+            raise
+
+
 @pytest.mark.timeout(300)
 async def test_five_thousand_connects_and_drops_leave_nothing_behind(server: Server, connect: Connect) -> None:
     web = psutil.Process(server.children()["web"])
@@ -55,30 +64,30 @@ async def test_five_thousand_connects_and_drops_leave_nothing_behind(server: Ser
             await client.socket.close()
         await client.closed()
 
-    async def many(number: int) -> tuple[int, int, float]:
+    async def many(number: int) -> tuple[int, int]:
         for start in range(0, number, 50):
             await asyncio.gather(*(come_and_go(n) if n % 10 == 0 else knock(n) for n in range(start, start + 50)))
         await sockets_become(server, 0)
         async with asyncio.timeout(20):  # what was cut off in the handshake is noticed a moment later
             while await asyncio.to_thread(web.num_fds) > idle_fds + 2:
                 pass
-        return web.num_fds(), web.memory_info().rss, await asyncio.to_thread(server.metric, "chatserve_tasks")
+        return web.num_fds(), web.memory_info().rss
 
     idle_fds = web.num_fds()
-    fds, rss, tasks = await many(1000)
-    fds_later, rss_later, tasks_later = await many(4000)
+    fds, rss = await many(1000)
+    tasks = await asyncio.to_thread(server.metric, "chatserve_tasks")
+    fds_later, rss_later = await many(4000)
     assert fds_later <= fds + 2
-    assert tasks_later <= tasks
+    async with asyncio.timeout(20):  # one that renews or flushes something may be at it just now
+        while await asyncio.to_thread(server.metric, "chatserve_tasks") > tasks:
+            pass
     assert rss_later - rss < 8 * MIB
 
 
 async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(server: Server, connect: Connect) -> None:
     web = psutil.Process(server.children()["web"])
-    deaf = connect()
-    async with connect() as client:
+    async with connect() as client, connect() as deaf:
         session, mirror = await client.started_session()
-        await deaf.open()
-        await deaf.hello()
         await deaf.watch(session)
         deaf.socket.transport.pause_reading()
         before = web.memory_info().rss
@@ -87,12 +96,12 @@ async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(server
             while closes.encode() not in (await asyncio.to_thread(server.get, "/metrics"))[1]:
                 # What the kernel's buffers take comes on top of the server's own bound, and they are large.
                 for n in range(40):
-                    await client.request("session.update", session=session, system=f"{n} " + "z" * 60_000)
+                    await shout(client, session, f"{n} " + "z" * 60_000)
         assert mirror.system is not None
         await client.turn((await client.started_session())[0], "not held up", max_tokens=3)
         assert web.memory_info().rss - before < 40 * MIB
         await sockets_become(server, 1)
-    deaf.cut()
+        deaf.cut()
 
 
 async def test_a_megabyte_to_tokenise_keeps_fifty_idle_sockets_answered(server: Server, connect: Connect) -> None:

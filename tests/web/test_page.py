@@ -459,7 +459,7 @@ async def test_the_view_stays_where_the_reader_scrolled_to(tab: Tab, answers: An
     pace.allow(700)
     await tab.send("Write a long text")
     await expect(tab.page.locator(".markdown")).to_contain_text("Paragraph 20.")
-    assert abs(await tab.page.evaluate(TOP) - await tab.page.evaluate(BOTTOM)) <= 1, "it follows while at the bottom"
+    await tab.page.wait_for_function(f"Math.abs({TOP} - {BOTTOM}) <= 1")  # it follows while at the bottom
     await tab.page.mouse.move(700, 300)
     await tab.page.mouse.wheel(0, -400)
     await expect(tab.page.locator("#jump")).to_be_visible()
