@@ -58,18 +58,40 @@ def prepare_data_dir(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) ->
         )
 
 
-def prepare_snapshot_dir(directory: Path) -> None:
-    """Make the directory of KV snapshots, private to its owner, and see that it can be written.
+def prepare_snapshot_dir(directory: Path) -> str | None:
+    """Make the directory of KV snapshots, or narrow one that is there, private to its owner, and see that it can be
+    written. Returns a line for whoever runs the server where it stays open to others.
 
     Raises:
         StartupError: not a directory, or not writable. A full disk is said when there is something to save.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        is_private = _make_private(directory)
     except OSError as error:
         raise StartupError(_sentence(directory, error, "--kv-snapshot")) from error
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StartupError(f"cannot write to {directory}; change its owner or choose another --kv-snapshot")
+    if is_private:
+        return None
+    return (
+        f"{directory} is open to other users, who may see when KV is saved and how much, and remove it if they may "
+        "write there; give --kv-snapshot a directory of its own"
+    )
+
+
+def _make_private(directory: Path) -> bool:
+    """Take a directory from everybody else, where it is ours and nobody loses anything by it: not one that all share,
+    nor one that holds what others may read. Whether it is private now.
+    """
+    found = directory.stat()
+    if stat.S_IMODE(found.st_mode) & 0o077 == 0:
+        return True
+    is_shared = found.st_uid != os.getuid() or bool(found.st_mode & stat.S_ISVTX)
+    if is_shared or any(entry.lstat().st_mode & 0o077 for entry in directory.iterdir()):
+        return False
+    directory.chmod(0o700)
+    return True
 
 
 def _sentence(data_dir: Path, error: OSError, option: str = "--data-dir") -> str:

@@ -92,8 +92,8 @@ class Supervisor:
         # The web worker has the same said, but after a model has been fetched and loaded.
         Gate(settings.host, settings.allowed_hosts, settings.allowed_origins)
         paths.prepare_data_dir(settings.data_dir)
-        if settings.kv_snapshot is not None:
-            paths.prepare_snapshot_dir(settings.kv_snapshot)
+        if settings.kv_snapshot is not None and (warning := paths.prepare_snapshot_dir(settings.kv_snapshot)):
+            self._say(warning)
         lock = paths.lock_data_dir(settings.data_dir)
         try:
             with network.listen(settings.host, settings.port) as listener:

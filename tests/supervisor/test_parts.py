@@ -123,6 +123,35 @@ def test_the_data_directory_is_private(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o2770])
+def test_the_snapshot_directory_is_private_even_if_it_was_there(tmp_path: Path, mode: int) -> None:
+    kept = tmp_path / "kv" / "manifest"
+    kept.parent.mkdir()
+    kept.touch(mode=0o600)
+    kept.parent.chmod(mode)
+    assert paths.prepare_snapshot_dir(kept.parent) is None
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+    assert kept.exists()
+    assert paths.prepare_snapshot_dir(tmp_path / "new" / "kv") is None
+    assert (tmp_path / "new" / "kv").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("mode", "file_mode"), [(0o1777, 0o600), (0o755, 0o644)])
+def test_a_snapshot_directory_that_others_use_is_left_to_them_and_said(
+    tmp_path: Path, mode: int, file_mode: int
+) -> None:
+    theirs = tmp_path / "shared" / "file"
+    theirs.parent.mkdir()
+    theirs.touch()
+    theirs.chmod(file_mode)
+    theirs.parent.chmod(mode)
+    said = paths.prepare_snapshot_dir(theirs.parent)
+    assert said is not None
+    assert str(theirs.parent) in said
+    assert "--kv-snapshot" in said
+    assert theirs.parent.stat().st_mode & 0o7777 == mode
+
+
 def test_the_lock_is_free_again_after_its_release(tmp_path: Path) -> None:
     paths.lock_data_dir(tmp_path).release()
     paths.lock_data_dir(tmp_path).release()
