@@ -47,6 +47,10 @@ class RedisFeed:
     def __init__(self, link: RedisLink, owner: Owner) -> None:
         self._link = link
         self._channels: dict[bytes, _Channel] = {f"{LETTERS}{owner}".encode(): _Channel(Letter)}
+        self._unconfirmed: dict[bytes, int] = {}
+        """How often each channel was subscribed to on this connection and not confirmed yet. Only the last confirmation
+        counts: what follows an earlier one may be the end of that subscription.
+        """
         self._connection: Any = None
         self._closed = asyncio.Event()
 
@@ -77,6 +81,7 @@ class RedisFeed:
         channel = self._channels.get(name)
         if channel is None:
             channel = self._channels[name] = _Channel(read)
+            self._unconfirmed[name] = self._unconfirmed.get(name, 0) + 1
             await self._say("SUBSCRIBE", name)
         try:
             async with asyncio.timeout(CONFIRM_S):
@@ -110,6 +115,7 @@ class RedisFeed:
                 connection = await self._link.feed_connection(SILENCE_S)
                 await connection.connect()
                 self._connection = connection  # what is to be followed from here on says so itself
+                self._unconfirmed = dict.fromkeys(self._channels, 1)
                 await connection.send_command("SUBSCRIBE", *self._channels)
                 pinging = asyncio.create_task(self._ping(connection), name="feed pings")
                 if was_connected:
@@ -140,9 +146,14 @@ class RedisFeed:
                 channel = self._channels.get(name)
                 return None if channel is None else channel.read(body)
             case [b"subscribe", bytes(name), _]:
-                if (channel := self._channels.get(name)) is not None:
-                    channel.confirmed.set()
+                self._confirm(name)
         return None
+
+    def _confirm(self, name: bytes) -> None:
+        if num_left := self._unconfirmed.pop(name) - 1:
+            self._unconfirmed[name] = num_left
+        elif (channel := self._channels.get(name)) is not None:
+            channel.confirmed.set()
 
     async def _ping(self, connection: Any) -> None:
         with contextlib.suppress(*_BROKEN_WHILE_SENDING):

@@ -15,7 +15,8 @@ class Proxy:
     """`async with Proxy(upstream, path) as proxy:`; then set what it does to the bytes that pass.
 
     `delay_s`: every reply comes this much later. `lose_replies`: so many next replies are thrown away with their
-    connection, after the server has done the work. `say_instead`: answers to give without asking the server.
+    connection, after the server has done the work. `say_instead`: answers to give without asking the server. While
+    `requests_pass` or `replies_pass` is not set, what goes that way waits.
     """
 
     def __init__(self, upstream: Path, path: Path) -> None:
@@ -27,6 +28,10 @@ class Proxy:
         self.delay_s = 0.0
         self.lose_replies = 0
         self.say_instead: list[bytes] = []
+        self.requests_pass = asyncio.Event()
+        self.requests_pass.set()
+        self.replies_pass = asyncio.Event()
+        self.replies_pass.set()
         self.num_connections = 0
         self.num_ignored = 0
         self._era = 0
@@ -68,6 +73,7 @@ class Proxy:
         up_reader, up_writer = await asyncio.open_unix_connection(self._upstream)
 
         async def request(data: bytes) -> None:
+            await self.requests_pass.wait()
             if era < self._era:
                 self.num_ignored += 1
                 return
@@ -81,6 +87,7 @@ class Proxy:
             if self.lose_replies:
                 self.lose_replies -= 1
                 raise ConnectionResetError
+            await self.replies_pass.wait()
             await asyncio.sleep(self.delay_s)
             writer.write(data)
             await writer.drain()

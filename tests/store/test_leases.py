@@ -201,6 +201,34 @@ async def test_a_feed_that_was_cut_off_comes_back_with_all_that_it_followed(
         await through.close()
 
 
+async def test_whoever_follows_again_at_once_waits_for_the_second_confirmation(
+    store: RedisStore, server: EmbeddedStore, user: UserId, tmp_path: Path
+) -> None:
+    other = SessionId("other")
+    for session in (SESSION, other):
+        await store.commit(create(user, session, generating("m1")))
+    async with Proxy(server.socket_path, tmp_path / "proxy.sock") as proxy:
+        through = await open_store(proxy.url, event_history=10)
+        async with listening(through, owner()) as (feed, ear), listening(store, owner()) as (direct, _):
+            await feed.follow(user, other)
+            proxy.replies_pass.clear()
+            first = asyncio.ensure_future(feed.follow(user, SESSION))
+            await eventually(lambda: direct.num_followers(user, SESSION), 1)
+            first.cancel()
+            proxy.requests_pass.clear()
+            await feed.unfollow(user, SESSION)
+            second = asyncio.ensure_future(feed.follow(user, SESSION))
+            proxy.replies_pass.set()
+            await store.append([msgspec.structs.replace(delta(user, "m1", 0, "a"), session=other)])
+            await ear.until(1)  # after the first confirmation
+            assert not second.done()
+            proxy.requests_pass.set()
+            await second
+            await store.append([delta(user, "m1", 0, "heard")])
+            assert isinstance((await ear.until(2))[1], News)
+        await through.close()
+
+
 async def test_a_feed_without_a_server_says_so_and_waits(own_server: EmbeddedStore, user: UserId) -> None:
     store = await open_store(own_server.url, event_history=10)
     async with listening(store, owner()) as (feed, ear):
