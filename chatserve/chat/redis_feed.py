@@ -75,7 +75,11 @@ class RedisFeed:
 
     async def send(self, owner: str, body: bytes) -> bool:
         """See `Feed.send`."""
-        return bool(await self._link.command("send a letter", "PUBLISH", f"{LETTERS}{owner}", body))
+        channel = f"{LETTERS}{owner}".encode()
+        if await self._link.command("send a letter", "PUBLISH", channel, body):
+            return True
+        # A cluster's node counts those that it tells itself, and hands the letter on to the other nodes.
+        return self._link.is_cluster and await self._link.num_subscribers(channel) > 0
 
     async def _subscribe(self, name: bytes, read: Callable[[bytes], Heard]) -> None:
         channel = self._channels.get(name)
