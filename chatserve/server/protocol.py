@@ -134,7 +134,7 @@ class ChatProtocol:
         if self.closed:
             return []
         self._heard_at = now
-        return [Send(error_text(BadFrameError("frames are text, not binary")))]
+        return self._refuse(BadFrameError("frames are text, not binary"))
 
     def receive_text(self, text: str, now: float) -> list[Output]:
         if self.closed:
@@ -147,11 +147,11 @@ class ChatProtocol:
         try:
             given = decode_object(text)
         except BadFrameError as error:
-            return [Send(error_text(error))]
+            return self._refuse(error)
         try:
             return self._receive(given)
         except ChatError as error:
-            return [Send(error_text(error, given))]
+            return self._refuse(error, given)
 
     def close(self, code: CloseCode, reason: str) -> list[Close]:
         """The caller wants to end it: at most one `Close` ever comes out."""
@@ -160,6 +160,13 @@ class ChatProtocol:
     def excuse(self, now: float) -> None:
         """The peer is not silent, the caller is not listening."""
         self._heard_at = now
+
+    def _refuse(self, error: ChatError, given: dict[str, Any] | None = None) -> list[Output]:
+        """A frame that cannot be used is answered; the first one ends it, too."""
+        said = Send(error_text(error, given))
+        if self._state is _State.GREETING:
+            return [said, self._close(CloseCode.MISUSE, "the first frame is a valid `hello`")]
+        return [said]
 
     def _close(self, code: CloseCode, reason: str) -> Close:
         self._state = _State.CLOSED

@@ -41,6 +41,15 @@ async def test_a_wrong_first_frame_closes_with_4000(connect: Connect, first: dic
     assert await client.closed() == 4000
 
 
+async def test_a_hello_with_a_wrong_field_is_told_why_and_closed_at_once(connect: Connect) -> None:
+    client = connect()
+    await client.open()
+    resume = [{"session": "s", "after": -1}]
+    await client.send({"type": "hello", "protocol": "chat.v1", "resume": resume})
+    assert await client.closed(timeout_s=4) == 4000
+    assert [(frame["type"], frame.get("code")) for frame in client.frames] == [("error", "bad_params")]
+
+
 async def test_a_silent_start_closes_with_4000_after_five_seconds(connect: Connect) -> None:
     client = connect()
     await client.open()

@@ -241,10 +241,8 @@ def test_what_comes_before_hello_or_speaks_another_version_closes_with_4000(firs
     assert protocol.receive_text(json.dumps(HELLO), 1.0) == []
 
 
-def test_no_hello_within_5_seconds_closes_with_4000_whatever_else_was_sent() -> None:
+def test_no_hello_within_5_seconds_closes_with_4000() -> None:
     protocol = fresh()
-    assert error(protocol, "{")["code"] == "bad_frame"
-    assert error(protocol, {"type": "hello"})["code"] == "bad_frame"
     assert protocol.tick(4.9) == []
     assert protocol.deadline() == 5.0
     (output,) = protocol.tick(5.0)
@@ -279,12 +277,38 @@ def test_hello_names_what_to_resume() -> None:
 
 
 @pytest.mark.parametrize(
-    "resume", [{}, [3], [{"session": "s"}], [{"session": "s", "after": -1}], [{"session": "s", "after": True}]]
+    ("first", "code"),
+    [
+        *(
+            ({**HELLO, "resume": resume}, "bad_params")
+            for resume in (
+                {},
+                [3],
+                [{"session": "s"}],
+                *([{"session": "s", "after": after}] for after in (-1, 1.5, "3", None, True)),
+                [{"session": "s", "after": 0}] * 1001,
+            )
+        ),
+        ({"type": "hello"}, "bad_frame"),
+        ({**HELLO, "token": 3}, "bad_params"),
+        ({"protocol": "chat.v1"}, "bad_frame"),
+        ("{", "bad_frame"),
+        ("[]", "bad_frame"),
+        (b"\x00", "bad_frame"),
+    ],
+    ids=lambda given: str(given)[:60],
 )
-def test_an_ill_typed_resume_is_bad_params_and_hello_may_come_again(resume: object) -> None:
+def test_a_first_frame_that_is_no_valid_hello_is_told_why_and_closed_with_4000(first: Any, code: str) -> None:
     protocol = fresh()
-    assert error(protocol, {**HELLO, "resume": resume})["code"] == "bad_params"
-    assert isinstance(receive(protocol, HELLO), Opened)
+    if isinstance(first, bytes):
+        said, close = protocol.receive_binary(1.0)
+    else:
+        said, close = protocol.receive_text(first if isinstance(first, str) else json.dumps(first), 1.0)
+    assert isinstance(said, Send)
+    assert json.loads(said.text)["code"] == code
+    assert isinstance(close, Close)
+    assert close.code == CloseCode.MISUSE
+    assert protocol.receive_text(json.dumps(HELLO), 1.0) == []
 
 
 # --- the heartbeat ----------------------------------------------------------------------------------------------------
