@@ -22,6 +22,7 @@ from chatserve.chat.health import StoreHealth
 from chatserve.chat.leases import Leases
 from chatserve.chat.live_session import LiveSession, Publish
 from chatserve.chat.store import (
+    Lease,
     LeaseLostError,
     OwnedElsewhereError,
     SessionRecord,
@@ -179,14 +180,16 @@ class Sessions:
         on its way must not be written: the session is read again, under another fence, and its followers start afresh.
         """
         user, session = live.user, live.session
+        lease: Lease | None
         try:
             lease = await self._store.acquire(user, session, self._leases.owner)
         except (OwnedElsewhereError, NotFoundError):
+            lease = None
+        if self.peek(user, session) is not live:
+            return  # lost meanwhile; what is in memory now has a lease of its own
+        if lease is None or lease.fence != live.fence:
             self.lose(user, session)
-            return
-        if lease.fence != live.fence:
-            self.lose(user, session)
-        elif lease.seq < live.seq and self.peek(user, session) is live:
+        elif lease.seq < live.seq:
             log.error("session %s: the store has lost events %d to %d", session, lease.seq + 1, live.seq)
             self.read_again(live, lost_up_to=live.seq)
             self._following.break_off(user, session)

@@ -311,6 +311,27 @@ async def test_an_answer_goes_on_after_a_late_write_of_the_same_lease(encoders: 
         await harness.check()
 
 
+async def test_a_doubt_of_what_was_read_again_is_no_doubt_of_what_came_after_it(encoders: Encoders) -> None:
+    store = MemoryStore()
+    async with Harness(encoders["chatml"], store=store) as harness:
+        session = await harness.create(params={"temperature": 1.0, "seed": 3, "max_tokens": 100})
+        message, reply = await harness.say(session, "on")
+        await harness.writing(session, reply, 5)
+        held = harness.service._core.sessions
+        before = await held.get(ANN, session)
+        held.read_again(before)
+        after = await held.get(ANN, session)
+        assert after.fence > before.fence
+        await held.check_lease(before)
+        assert held.peek(ANN, session) is after
+        await harness.ended(session, reply)
+        again = await harness.regenerate(session, message)
+        await harness.ended(session, again)
+        assert harness.text(session, reply) == harness.text(session, again)
+        await harness.idle()
+        await harness.check()
+
+
 async def test_text_goes_on_while_the_reply_of_an_earlier_write_is_on_its_way(encoders: Encoders) -> None:
     class Overtaken(MemoryStore):
         """The reply to the next commit comes after those to some later appends."""
