@@ -79,20 +79,20 @@ async def open_store(url: str, *, event_history: int, patience_s: float = 0.0) -
     except ValueError as error:
         raise StartupError(f"the store's URL is not usable: {one_line(error)}") from error
     give_up_at = time.monotonic() + patience_s
-    while True:
-        try:
-            await _check_server(link)
-            return RedisStore(link, event_history=event_history)
-        except StoreUnavailableError as error:
-            if time.monotonic() >= give_up_at:
-                await link.close()
-                raise StartupError(
-                    f"no store at {link.name}: {error.detail}; start it, or correct --redis-url"
-                ) from error
-        except StartupError:
-            await link.close()
-            raise
-        await asyncio.sleep(OPEN_PAUSE_S)
+    try:
+        while True:
+            try:
+                await _check_server(link)
+                return RedisStore(link, event_history=event_history)
+            except StoreUnavailableError as error:
+                if time.monotonic() >= give_up_at:
+                    raise StartupError(
+                        f"no store at {link.name}: {error.detail}; start it, or correct --redis-url"
+                    ) from error
+            await asyncio.sleep(OPEN_PAUSE_S)
+    except BaseException:  # also where whoever opens it is told to end
+        await link.close()
+        raise
 
 
 async def _check_server(link: RedisLink) -> None:

@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -86,44 +86,73 @@ async def serve(
     orphaned: asyncio.Event | None = None,
 ) -> None:
     """Run the application's lifespan, and in it a server until `stop` is set and what it was answering has ended. Once
-    it is `orphaned` nothing is waited for: whoever comes next wants the address.
+    it is `orphaned` nothing is waited for: whoever comes next wants the address. Stopped before it has started, it
+    gives up the start and the address.
 
     Raises:
         StartupError: whatever the lifespan cannot open.
     """
-    async with app.router.lifespan_context(app) as state:
-        context: Context | None = (state or {}).get("context")
+    starting = asyncio.current_task()
+    assert starting is not None
 
-        async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
-            scope["state"] = dict(state or {})
-            try:
-                await app(scope, receive, send)
-            except asyncio.CancelledError:
-                if not server.should_exit:
-                    raise
-                # A long answer that outlived its grace: not worth a traceback.
-                _log.info("%s was cut off by the end of the server", scope.get("path"))
+    async def give_up() -> None:
+        await stop.wait()
+        listener.close()
+        starting.cancel()
 
-        server = make_server(with_state, max_frame_bytes)
+    giving_up = asyncio.create_task(give_up(), name="end of the start")
+    try:
+        async with app.router.lifespan_context(app) as state:
+            giving_up.cancel()
+            await _serve(app, state, listener, max_frame_bytes, stop, orphaned)
+    except asyncio.CancelledError:
+        if not giving_up.done() or giving_up.cancelled():
+            raise
+        starting.uncancel()
+        _log.info("asked to end before it had started")
+    finally:
+        giving_up.cancel()
 
-        async def end() -> None:
-            await stop.wait()
-            if context is not None:
-                waiting: list[asyncio.Task[Any]] = [
-                    asyncio.create_task(context.service.drain(context.settings.drain_s))
-                ]
-                if orphaned is not None:
-                    waiting.append(asyncio.create_task(orphaned.wait()))
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in waiting:
-                    task.cancel()
-            server.should_exit = True
 
-        ender = asyncio.create_task(end(), name="end of the server")
+async def _serve(
+    app: Starlette,
+    state: Mapping[str, Any] | None,
+    listener: socket.socket,
+    max_frame_bytes: int,
+    stop: asyncio.Event,
+    orphaned: asyncio.Event | None,
+) -> None:
+    """From the started application on."""
+    context: Context | None = (state or {}).get("context")
+
+    async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"] = dict(state or {})
         try:
-            await server.serve(sockets=[listener])
-        finally:
-            ender.cancel()
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not server.should_exit:
+                raise
+            # A long answer that outlived its grace: not worth a traceback.
+            _log.info("%s was cut off by the end of the server", scope.get("path"))
+
+    server = make_server(with_state, max_frame_bytes)
+
+    async def end() -> None:
+        await stop.wait()
+        if context is not None:
+            waiting: list[asyncio.Task[Any]] = [asyncio.create_task(context.service.drain(context.settings.drain_s))]
+            if orphaned is not None:
+                waiting.append(asyncio.create_task(orphaned.wait()))
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+        server.should_exit = True
+
+    ender = asyncio.create_task(end(), name="end of the server")
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        ender.cancel()
 
 
 async def _main(settings: WebSettings) -> None:

@@ -124,7 +124,7 @@ async def test_it_serves_without_an_engine_and_goes_away_in_order(
         assert process.stderr is not None
         said = (await asyncio.wait_for(process.stderr.read(), 15)).decode()
         assert await process.wait() == 0
-        assert "Traceback" not in said
+        assert "Traceback" not in said, said
 
 
 async def test_it_refuses_in_one_line_what_it_cannot_do(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ async def test_it_refuses_in_one_line_what_it_cannot_do(tmp_path: Path) -> None:
             lines = [line for line in said.splitlines() if line.startswith("chatserve: ")]
             assert len(lines) == 1, said
             assert wanted in lines[0]
-            assert "Traceback" not in said
+            assert "Traceback" not in said, said
             assert code != 0
 
 
@@ -182,3 +182,36 @@ def test_settings_survive_their_trip(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, "unix:///x", allowed_hosts=("a", "b"))
     text = encode_settings(settings)
     assert msgspec.json.decode(text)["serve"]["allowed_hosts"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("how", ["stdin", "sigterm"])
+async def test_asked_to_end_while_it_waits_for_the_store_it_lets_go_at_once(tmp_path: Path, how: str) -> None:
+    """Whoever starts it again wants its address, and must not find a worker there that is still on its way up."""
+    asked = asyncio.Event()
+
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_unix_server(never_answer, tmp_path / "store.sock")
+    settings = settings_for(tmp_path, f"unix://{tmp_path / 'store.sock'}")
+    async with silent, worker(settings) as process:
+        async with asyncio.timeout(20):
+            await asked.wait()
+        if how == "stdin":
+            assert process.stdin is not None
+            process.stdin.close()
+        else:
+            process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while True:  # the address is free again, long before the store is given up
+                with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", settings.serve.port)):
+                    break
+                await asyncio.sleep(0.05)
+        assert process.stderr is not None
+        said = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
+        assert await process.wait() == 0
+        assert "asked to end before it had started" in said
+        assert "Traceback" not in said, said

@@ -54,6 +54,7 @@ class Program:
         self.options = {"data_dir": data_dir, "port": self.port, **options}
         self.log_path = data_dir.parent / f"{data_dir.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,7 @@ class Program:
         if cache_dir := os.environ.get("CHATSERVE_CACHE_DIR"):
             environment["CHATSERVE_CACHE_DIR"] = cache_dir
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self.process = subprocess.Popen(  # noqa: S603 - our own program
                 [sys.executable, "-m", "chatserve", "serve", *options],
                 stdin=subprocess.DEVNULL,
@@ -94,10 +96,17 @@ class Program:
         while time.monotonic() < deadline:
             if (status := self.process.poll()) is not None:
                 raise RuntimeError(f"the program ended with {status}:\n{self.log()[-4000:]}")
-            if self.is_ready():
+            # What answers may be left over from a run before, on its way out.
+            if self._has_announced() and self.is_ready():
                 return
             pause.wait(_POLL_S)
         raise TimeoutError(f"not ready after {timeout_s:g} s:\n{self.log()[-4000:]}")
+
+    def _has_announced(self) -> bool:
+        """It has said that it is ready, since it was started."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return b"ChatServe is ready at" in log.read()
 
     def is_ready(self) -> bool:
         try:
