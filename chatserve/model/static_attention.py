@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from chatserve_kernels.device_plan import DevicePlan
 from chatserve_kernels.forest_decode import DecodeWorkspace, forest_decode, paged_prefill
-from chatserve_kernels.paged_kv import store_kv, update_tables
+from chatserve_kernels.paged_kv import update_tables
 from chatserve_kernels.staging import PinnedRing
 from chatserve_kernels.work import PlanError, rename_tables
+
+from chatserve.model.step_parts import PagedStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +101,7 @@ class StaticInputs:
         return staged
 
 
-class StaticStep:
+class StaticStep(PagedStep):
     """`StepAttention` for one shape of graph.
 
     To capture: `prepare_capture`, and inside the graph `begin`, then the model over `positions`. To run a batch:
@@ -217,23 +219,6 @@ class StaticStep:
         column, in_block = np.divmod(positions, self._block_size)
         blocks = tables.host.reshape(-1).take(rows * tables.width + column)
         return blocks * np.int64(self._block_size) + in_block
-
-    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._backend.layers[layer]
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        store_kv(key, value, *self.caches(layer), self.slots)
-        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap)
 
     def attend_stored(
         self,

@@ -1,11 +1,13 @@
-"""The parts of an eager step that one launch each computes: decoding rows, prompts over pages, a long prompt densely.
+"""The parts of a step that one launch each computes: decoding rows, prompts over pages, a long prompt densely.
 
-Each fills its tokens of the step's output. Plans are made and sent once a step and sliding window. Must not know how
-rows were chosen. Imports triton, as `triton_attention` does.
+Each fills its tokens of the step's output. Plans are made and sent once a step and sliding window. `PagedStep` is
+what eager steps and those of graphs share. Must not know how rows were chosen. Imports triton, as `triton_attention`
+does.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import torch
 from chatserve_kernels.dense_prefill import dense_prefill
 from chatserve_kernels.device_plan import DevicePlan
 from chatserve_kernels.forest_decode import forest_decode, paged_prefill
+from chatserve_kernels.paged_kv import store_kv
 from chatserve_kernels.plan import DecodePlanner
 from chatserve_kernels.prefill_plan import PrefillPlanner
 from chatserve_kernels.work import rename_tables
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DecodeConfigs
     from chatserve_kernels.forest_decode import DecodeWorkspace
     from numpy.typing import NDArray
+
+    from chatserve.model.triton_attention import TritonAttention
 
 
 class PagedKernel:
@@ -116,3 +121,39 @@ class DenseRow:
     @property
     def tokens(self) -> slice:
         return slice(self.first_token, self.first_token + self.piece.num_tokens)
+
+
+class PagedStep(ABC):
+    """What a `StoredAttention` by the kernels is, whatever it launches: a layer's share of the pool, and a store."""
+
+    slots: torch.Tensor
+    """int64 [num_tokens], as in `StoredAttention`."""
+    _backend: TritonAttention
+
+    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._backend.layers[layer]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        store_kv(key, value, *self.caches(layer), self.slots)
+        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap)
+
+    @abstractmethod
+    def attend_stored(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor: ...

@@ -22,11 +22,10 @@ from chatserve_kernels.dense_prefill import DenseWorkspace, serves, split, warm_
 from chatserve_kernels.device_plan import make_planner, make_prefill_planner
 from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace
-from chatserve_kernels.paged_kv import store_kv
 
 from chatserve.model.attention_plan import PackedBatch, token_slots
 from chatserve.model.block_tables import ALIGNMENT
-from chatserve.model.step_parts import DenseRow, PagedKernel, PagedRows
+from chatserve.model.step_parts import DenseRow, PagedKernel, PagedRows, PagedStep
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DecodeConfigs
@@ -84,7 +83,7 @@ def _why_not_shape(storage: KVStorage, group: int) -> str | None:
     return None if dtype in DTYPES else f"it needs a floating-point KV cache, not {dtype}"
 
 
-class TritonStep:
+class TritonStep(PagedStep):
     """`StoredAttention` by the kernels."""
 
     def __init__(self, backend: TritonAttention, batch: PackedBatch) -> None:
@@ -102,23 +101,6 @@ class TritonStep:
             kernel = backend.decode_kernel(len(decodes))
             self._decodes.append(self._paged(kernel, decodes, np.zeros_like(decodes), batch.lengths[decodes]))
         self._longest = int((batch.starts + batch.lengths)[self._prompts].max(initial=0))
-
-    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._backend.layers[layer]
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        store_kv(key, value, *self.caches(layer), self.slots)
-        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap)
 
     def attend_stored(
         self,
