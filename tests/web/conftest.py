@@ -78,14 +78,20 @@ class Tab:
         await self.page.goto(f"{self.server.url}/{fragment}")
         await expect(self.page.locator("#model")).not_to_be_empty()
 
-    async def send(self, text: str) -> None:
+    async def write(self, text: str) -> None:
+        """Until it can be sent: a chat that is still being read takes a text, but sends nothing."""
         await self.page.fill("#composer-text", text)
+        await expect(self.page.locator("#composer .send")).to_be_enabled()
+
+    async def send(self, text: str) -> None:
+        await self.write(text)
         await self.page.press("#composer-text", "Enter")
 
     async def ask(self, text: str) -> None:
         """Send and wait for the end of the answer."""
+        await self.write(text)
         before = await self.page.locator(".message.assistant").count()
-        await self.send(text)
+        await self.page.press("#composer-text", "Enter")
         await expect(self.page.locator(".message.assistant")).to_have_count(before + 1)
         await self.finished()
 

@@ -153,6 +153,35 @@ async def test_a_fork_is_a_chat_of_its_own(tab: Tab) -> None:
     assert await tab.texts() == ["Before the fork", "You said: Before the fork"]
 
 
+async def test_what_was_written_in_one_chat_is_never_sent_to_another(tab: Tab) -> None:
+    await tab.ask("In the first")
+    first = tab.session
+    await tab.page.click("#new-chat")
+    await tab.ask("In the second")
+    second = tab.session
+    await tab.page.goto("about:blank")
+    await tab.open(f"#/c/{second}")
+    await tab.write("for the second")
+    already = len(tab.sent)
+    # Somebody presses Enter in the very moment in which the address changes to a chat that has not been read.
+    enter = f"addEventListener('hashchange', () => ({PRESS_ENTER})([box, false, 13]), {{ once: true }})"
+    await tab.page.evaluate(f"([box, address]) => {{ {enter}; location.hash = address; }}", [BOX, f"#/c/{first}"])
+    await expect(tab.page.locator(".markdown")).to_have_text("You said: In the first")
+    await expect(tab.page.locator(BOX)).to_have_value("")
+    await tab.ask("for the first")
+    await tab.page.goto(f"{tab.server.url}/#/c/{second}")
+    await expect(tab.page.locator(BOX)).to_have_value("for the second")
+    await expect(tab.page.locator(".markdown")).to_have_text("You said: In the second")
+    await tab.page.press(BOX, "Enter")
+    await expect(tab.page.locator(".markdown").last).to_have_text("You said: for the second")
+    sent = [frame for frame in tab.sent[already:] if frame["type"] == "message.send"]
+    assert [(frame["session"], frame["text"]) for frame in sent] == [
+        (first, "for the first"),
+        (second, "for the second"),
+    ]
+    assert all(frame["parent"] is not None for frame in sent)
+
+
 async def test_escape_stops_the_answer_and_it_can_be_continued(tab: Tab, answers: Answers) -> None:
     answers.say(lambda _question: "word " * 200)
     tab.server.engine.pace.allow(40)

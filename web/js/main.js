@@ -74,20 +74,22 @@ function sessionOf(hash) {
   }
 }
 
+/** Show what the address says, at once: between the two nothing can be written into one chat and sent to the other. */
 function readAddress() {
   const session = sessionOf(location.hash);
   if (session !== store.state.shown) {
     notices.clear();
     hints.movedOn();
     actions.show(session);
+    draw();
   }
   drawer.close();
 }
 
 /** @param {string | null} session */
 function go(session) {
-  if (location.hash === addressOf(session)) readAddress();
-  else location.hash = addressOf(session);
+  location.hash = addressOf(session);
+  readAddress(); // the browser tells of a new address later, when this has nothing left to do
 }
 
 // ---- what a person does ----
@@ -158,14 +160,14 @@ async function accepted(what, request, again) {
 }
 
 /**
+ * @param {string | null} session  null: a new one
  * @param {string} text
  * @returns {Promise<string | null>}
  */
-async function send(text) {
+async function send(session, text) {
   notices.clear();
   hints.sent();
   const again = () => composer.sendAgain(text);
-  let session = store.state.shown;
   if (session === null) {
     try {
       session = await actions.create(settings.pending);

@@ -15,7 +15,8 @@ import { count, h, icon, isComposing, setAttribute } from "./dom.js";
 
 /**
  * @typedef {object} Handlers
- * @property {(text: string) => Promise<string | null>} send the session it was accepted in; null: it was not
+ * @property {(session: string | null, text: string) => Promise<string | null>} send
+ *   to that session, null: to a new one; the session it was accepted in, null: it was not
  * @property {() => void} stop
  * @property {() => void} answer                             the last message is a question without an answer
  * @property {(text: string) => void} typing                 the text has changed
@@ -31,7 +32,7 @@ export class Composer {
   constructor(form, handlers) {
     this._form = form;
     this._handlers = handlers;
-    /** @type {string | null | undefined} the session whose draft is in the box */
+    /** @type {string | null | undefined} the session whose draft is in the box; undefined: nothing was drawn yet */
     this._session = undefined;
     this._sending = false;
     this._mode = "send";
@@ -165,17 +166,17 @@ export class Composer {
   /** @returns {Promise<boolean>} whether it was accepted */
   async _send() {
     const text = this.text.value;
-    if (this._sending || text.trim() === "") return false;
     const session = this._session;
+    if (this._sending || session === undefined || text.trim() === "") return false;
     this._keepDraft();
     this._sending = true;
     this.text.readOnly = true;
     this._drawButton();
-    const accepted = await this._handlers.send(text);
+    const accepted = await this._handlers.send(session, text);
     this._sending = false;
     this.text.readOnly = false;
     if (accepted !== null) {
-      writeDraft(session ?? null, "");
+      writeDraft(session, "");
       writeDraft(accepted, "");
       if (this.text.value === text) this.text.value = "";
       this._keepDraft();
