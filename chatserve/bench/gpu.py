@@ -38,6 +38,7 @@ DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 TRACE_NAME = "trace.json"
 _STEPS = 64
 _TURN = 64
+_RESIDENT_TURNS = 5
 
 
 def between_tokens_ms(answers: Sequence[Answer]) -> list[float]:
@@ -186,7 +187,9 @@ class Bench:
             await driver.finish([answer])
             return answer.first_token_ms
 
-        resident = [await first_ms(9) for _ in range(3)]
+        before = await self._loop_us()
+        resident = [await first_ms(9) for _ in range(_RESIDENT_TURNS)]
+        parts = {name: (us - before[name]) / _RESIDENT_TURNS / 1e3 for name, us in (await self._loop_us()).items()}
         host = [await first_ms(number) for number in range(6)]
         hinted = []
         for number in (6, 0, 1):
@@ -200,7 +203,14 @@ class Bench:
         times = {"resident": resident, "host": host, "hinted": hinted, "gone": gone, "cold": cold}
         medians = {name: statistics.median(values) for name, values in times.items()}
         print(f"  {new} new on {length:,}: " + ", ".join(f"{name} {value:.1f} ms" for name, value in medians.items()))
-        return {**medians, "all": times}
+        told = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
+        print(f"  of a resident one's {statistics.mean(resident):.2f} ms (mean) the engine's loop spent {told}")
+        return {**medians, "all": times, "resident_parts_ms": parts}
+
+    async def _loop_us(self) -> dict[str, int]:
+        """Where the engine's loop has spent its time so far, in microseconds."""
+        counters = (await self._driver.client.inspect()).counters
+        return {name: counters[f"{name}_us"] for name in ("scheduling", "launching", "waiting")}
 
 
 async def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:

@@ -46,3 +46,5 @@ def test_sections_run_through_an_engine_of_their_own(tmp_path: Path) -> None:
     assert figures["prefill"]["tokens_s"] > 0
     assert set(figures["turn"]["all"]) == {"resident", "host", "hinted", "gone", "cold"}
     assert min(figures["turn"]["all"]["host"]) > 0
+    assert set(figures["turn"]["resident_parts_ms"]) == {"scheduling", "launching", "waiting"}
+    assert figures["turn"]["resident_parts_ms"]["launching"] > 0
