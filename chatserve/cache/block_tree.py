@@ -1,24 +1,22 @@
 """Every cached block by the tokens that led to it.
 
 One node a block. A node's identity is its parent, its scope and its token ids, so a path from the root spells a
-sequence and says where its KV stands: on the device, on the host, or both. The tree owns nodes, pins, and the lists of
-idle leaves; it neither frees nor copies blocks, and does not know requests.
+sequence and says where its KV stands: on the device, on the host, or both. The tree owns its nodes and what each is
+worth; `retention` says who of them must stay. It neither frees nor copies blocks, and does not know requests.
 
 Words: a node is *full* (`block_size` tokens; sealed, never changed again, may have children) or a *tail* (fewer; no
-children; only its writer may extend it). A *frozen* tail is public and has no writer. A node is *idle* while nothing at
-or below it is pinned; `num_pins` counts its own pins and its pinned children, so that pinning the end of a path whose
-beginning is already pinned costs what is new.
+children; only its writer may extend it). A *frozen* tail is public and has no writer.
 
 What holds on the device holds from the root down: a child on the device has its parent on the device.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 
-from chatserve.cache.evictor import HINTED, PREEMPTED, PROBATION, PROTECTED, Evictor, host_lru, segmented_lru
+from chatserve.cache.evictor import HINTED, PROBATION, PROTECTED
 from chatserve.cache.node import Node
+from chatserve.cache.retention import Retention
 from chatserve.cache.scopes import PUBLIC_TAG, ScopeTags
 from chatserve.cache.siblings import TOKEN_BYTES, Siblings
 from chatserve.types import BlockId, HostBlockId
@@ -28,17 +26,12 @@ class BlockTree:
     """Nodes under a root that is none of them; `search` reads it."""
 
     __slots__ = (
-        "_clock",
         "block_size",
-        "device_leaves",
-        "dirty",
-        "host_leaves",
-        "num_idle",
         "num_protected",
         "num_protected_on_host",
         "num_unused_slots",
+        "retention",
         "root",
-        "spare_copies",
         "tags",
         "unread",
     )
@@ -46,26 +39,15 @@ class BlockTree:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.root = Node(None, PUBLIC_TAG)
-        self.device_leaves = Evictor(segmented_lru)
-        """Idle nodes on the device without a child there."""
-        self.host_leaves = Evictor(host_lru)
-        """Idle nodes on the host alone, without any child."""
-        self.spare_copies: OrderedDict[Node, None] = OrderedDict()
-        """Nodes on both tiers, in the order in which they came to be so."""
+        self.retention = Retention(self.root)
+        """Told of every change here that concerns it; pins are for whoever needs a node to stay."""
         self.unread: dict[Node, tuple[int, int]] = {}
         """Nodes whose host block has still to be filled from a snapshot: the block's index there and its checksum."""
-        self.dirty: OrderedDict[Node, None] = OrderedDict()
-        """Idle nodes that are on the device alone, in the order in which they came to be so, ends of paths first; no
-        drafts, which are not worth a copy.
-        """
-        self.num_idle = 0
-        """Idle nodes on the device: each can be evicted, leaves first."""
         self.num_protected = 0
         """Protected nodes on the device."""
         self.num_protected_on_host = 0
         self.num_unused_slots = 0
         """Token slots in device blocks past the end of their tail."""
-        self._clock = 0
         self.tags = ScopeTags()
         """Each node uses its scope's tag."""
 
@@ -85,7 +67,7 @@ class BlockTree:
         node = self._add(parent, key)
         if pinned:
             node.num_pins = 1
-            self.pin(parent)
+            self.retention.pin(parent)
         self.place(node, block_id)
         return node
 
@@ -94,12 +76,11 @@ class BlockTree:
     ) -> Node:
         """A new node on the host whose bytes have still to be read from `place`. Newer ones count as used later."""
         node = self._add(parent, key)
-        node.last_used = last_used
-        self._clock = max(self._clock, last_used)
+        self.retention.used_at(node, last_used)
         self.unread[node] = place
         self.mark_branch(parent)
         self.place_on_host(node, host_block_id)
-        self._refresh(parent)
+        self.retention.refresh(parent)
         return node
 
     def _add(self, parent: Node, key: bytes) -> Node:
@@ -109,6 +90,72 @@ class BlockTree:
         parent.children.add(node)
         self.tags.hold(node.tag)
         return node
+
+    def rename(self, node: Node, key: bytes) -> None:
+        """A tail grows, becomes full, or is cut. It must not be on the host: that copy would be stale."""
+        assert node.parent is not None and node.parent.children is not None  # noqa: PT018
+        assert node.num_tokens < self.block_size, "a sealed block never changes"
+        assert node.host_block_id is None, "a copy on the host would be stale"
+        if node.block_id is not None:
+            self.num_unused_slots -= (len(key) - len(node.key)) // TOKEN_BYTES
+        node.parent.children.rename(node, key)
+
+    def remove(self, node: Node) -> None:
+        """Take out a childless node that is on neither tier. `unpin` gives back the pins that it still has."""
+        assert node.parent is not None and node.parent.children is not None  # noqa: PT018
+        assert not node.children, "a parent outlives its children"
+        assert not self.is_attached(node), "its blocks have not been taken back"
+        node.parent.children.remove(node)
+        if not node.parent.children:
+            node.parent.children = None
+        self.tags.release(node.tag)
+        self.retention.refresh(node.parent)
+
+    @staticmethod
+    def is_attached(node: Node) -> bool:
+        return node.block_id is not None or node.host_block_id is not None
+
+    # --- residency ----------------------------------------------------------------------------------------------------
+
+    def place(self, node: Node, block_id: BlockId) -> None:
+        """The node's KV stands (or will, once the planned copy has run) in a device block."""
+        parent = node.parent
+        assert parent is not None and node.block_id is None  # noqa: PT018
+        assert parent is self.root or parent.block_id is not None, "its parent is not on the device"
+        node.block_id = block_id
+        parent.num_device_children += 1
+        self.num_protected += node.standing == PROTECTED
+        self.num_unused_slots += self.block_size - node.num_tokens
+        self.retention.placed(node)
+
+    def displace(self, node: Node) -> BlockId:
+        """Take the device block from a node; it is the caller's now."""
+        parent, block_id = node.parent, node.block_id
+        assert parent is not None and block_id is not None  # noqa: PT018
+        assert not node.num_device_children, "a child on the device needs its parent there"
+        node.block_id = None
+        parent.num_device_children -= 1
+        self.num_protected -= node.standing == PROTECTED
+        self.num_unused_slots -= self.block_size - node.num_tokens
+        self.retention.displaced(node)
+        return block_id
+
+    def place_on_host(self, node: Node, host_block_id: HostBlockId) -> None:
+        assert node.host_block_id is None
+        node.host_block_id = host_block_id
+        self.num_protected_on_host += node.standing == PROTECTED
+        self.retention.refresh(node)
+
+    def displace_from_host(self, node: Node) -> HostBlockId:
+        host_block_id = node.host_block_id
+        assert host_block_id is not None
+        node.host_block_id = None
+        self.unread.pop(node, None)
+        self.num_protected_on_host -= node.standing == PROTECTED
+        self.retention.refresh(node)
+        return host_block_id
+
+    # --- standing -----------------------------------------------------------------------------------------------------
 
     def mark_branch(self, parent: Node) -> None:
         """A path goes on below `parent`. If one did before, `parent` and all above it are shared: protect them."""
@@ -141,181 +188,30 @@ class BlockTree:
             self.mark_branch(at.parent)
             at = at.parent
 
-    def rename(self, node: Node, key: bytes) -> None:
-        """A tail grows, becomes full, or is cut. It must not be on the host: that copy would be stale."""
-        assert node.parent is not None and node.parent.children is not None  # noqa: PT018
-        assert node.num_tokens < self.block_size, "a sealed block never changes"
-        assert node.host_block_id is None, "a copy on the host would be stale"
-        if node.block_id is not None:
-            self.num_unused_slots -= (len(key) - len(node.key)) // TOKEN_BYTES
-        node.parent.children.rename(node, key)
-
-    def remove(self, node: Node) -> None:
-        """Take out a childless node that is on neither tier. `unpin` gives back the pins that it still has."""
-        assert node.parent is not None and node.parent.children is not None  # noqa: PT018
-        assert not node.children, "a parent outlives its children"
-        assert not self.is_attached(node), "its blocks have not been taken back"
-        node.parent.children.remove(node)
-        if not node.parent.children:
-            node.parent.children = None
-        self.tags.release(node.tag)
-        self._refresh(node.parent)
-
-    @staticmethod
-    def is_attached(node: Node) -> bool:
-        return node.block_id is not None or node.host_block_id is not None
-
-    # --- residency ----------------------------------------------------------------------------------------------------
-
-    def place(self, node: Node, block_id: BlockId) -> None:
-        """The node's KV stands (or will, once the planned copy has run) in a device block."""
-        parent = node.parent
-        assert parent is not None and node.block_id is None  # noqa: PT018
-        assert parent is self.root or parent.block_id is not None, "its parent is not on the device"
-        node.block_id = block_id
-        parent.num_device_children += 1
-        self.num_idle += not node.num_pins
-        self.num_protected += node.standing == PROTECTED
-        self.num_unused_slots += self.block_size - node.num_tokens
-        self._refresh(node)
-        self._refresh(parent)
-
-    def displace(self, node: Node) -> BlockId:
-        """Take the device block from a node; it is the caller's now."""
-        parent, block_id = node.parent, node.block_id
-        assert parent is not None and block_id is not None  # noqa: PT018
-        assert not node.num_device_children, "a child on the device needs its parent there"
-        node.block_id = None
-        parent.num_device_children -= 1
-        self.num_idle -= not node.num_pins
-        self.num_protected -= node.standing == PROTECTED
-        self.num_unused_slots -= self.block_size - node.num_tokens
-        self._refresh(node)
-        self._refresh(parent)
-        return block_id
-
-    def place_on_host(self, node: Node, host_block_id: HostBlockId) -> None:
-        assert node.host_block_id is None
-        node.host_block_id = host_block_id
-        self.num_protected_on_host += node.standing == PROTECTED
-        self._refresh(node)
-
-    def displace_from_host(self, node: Node) -> HostBlockId:
-        host_block_id = node.host_block_id
-        assert host_block_id is not None
-        node.host_block_id = None
-        self.unread.pop(node, None)
-        self.num_protected_on_host -= node.standing == PROTECTED
-        self._refresh(node)
-        return host_block_id
-
-    # --- pins ---------------------------------------------------------------------------------------------------------
-
-    def pin(self, node: Node, *, used: bool = True) -> None:
-        """Keep a node and all above it where they are. Without `used`, this is no reason to keep them longer later."""
-        at: Node | None = node
-        while at is not None:
-            at.num_pins += 1
-            if at.num_pins > 1:
-                return
-            # As `_refresh`, but of a long path all nodes but the last are on none of the lists of leaves.
-            if at.block_id is not None:
-                self.num_idle -= 1
-                self.dirty.pop(at, None)
-                if not at.num_device_children:
-                    self.device_leaves.discard(at)
-            elif not at.children:
-                self.host_leaves.discard(at)
-            if used and at.standing == PREEMPTED:
-                self._set_standing(at, PROBATION)
-            at = at.parent
-
-    def unpin(self, node: Node, *, used: bool = True) -> None:
-        """Undo one `pin`. With `used`, the node counts as used now, and so does what is above it once it is idle."""
-        if used:
-            self._clock += 1
-            node.last_used = self._clock
-        last_used = node.last_used
-        at: Node | None = node
-        while at is not None:
-            assert at.num_pins > 0, "unpinned more often than pinned"
-            at.num_pins -= 1
-            if at.num_pins:
-                return
-            at.last_used = last_used = max(at.last_used, last_used)
-            if at.block_id is not None:
-                self.num_idle += 1
-                if at.host_block_id is None and at.standing != HINTED:
-                    self.dirty[at] = None
-                if not at.num_device_children:
-                    self.device_leaves.add(at)
-            elif at.host_block_id is not None and not at.children:
-                self.host_leaves.add(at)
-            at = at.parent
-
-    # --- lists of leaves ----------------------------------------------------------------------------------------------
-
     def _set_standing(self, node: Node, standing: int) -> None:
         change = (standing == PROTECTED) - (node.standing == PROTECTED)
         self.num_protected += change * (node.block_id is not None)
         self.num_protected_on_host += change * (node.host_block_id is not None)
         node.standing = standing
-        for leaves in (self.device_leaves, self.host_leaves):
-            if node in leaves:
-                leaves.add(node)
-        self._refresh(node)
-
-    def _refresh(self, node: Node) -> None:
-        """Put a node on, or take it off, the lists that it now belongs to."""
-        if node is self.root:
-            return
-        on_device, on_host, idle = node.block_id is not None, node.host_block_id is not None, not node.num_pins
-        if on_device and idle and not node.num_device_children:
-            if node not in self.device_leaves:
-                self.device_leaves.add(node)
-        else:
-            self.device_leaves.discard(node)
-        if on_host and idle and not on_device and not node.children:
-            if node not in self.host_leaves:
-                self.host_leaves.add(node)
-        else:
-            self.host_leaves.discard(node)
-        if on_device and on_host:
-            self.spare_copies[node] = None
-        else:
-            self.spare_copies.pop(node, None)
-        if on_device and idle and not on_host and node.standing != HINTED:
-            self.dirty.setdefault(node)
-        else:
-            self.dirty.pop(node, None)
+        self.retention.reorder(node)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        self.device_leaves.check()
-        self.host_leaves.check()
         nodes = list(self.walk())
         for node in nodes:
             self._check_node(node)
+        self.retention.check(nodes)
         on_device = [node for node in nodes if node.block_id is not None]
-        assert self.num_idle == sum(not node.num_pins for node in on_device)
         assert self.num_protected == sum(node.standing == PROTECTED for node in on_device)
         assert self.num_unused_slots == sum(self.block_size - node.num_tokens for node in on_device)
         on_host = [node for node in nodes if node.host_block_id is not None]
         assert self.num_protected_on_host == sum(node.standing == PROTECTED for node in on_host)
-        assert len(self.device_leaves) == sum(not (node.num_pins or node.num_device_children) for node in on_device)
-        assert all(node in self.device_leaves for node in on_device if not (node.num_pins or node.num_device_children))
-        host_leaves = [n for n in on_host if n.block_id is None and not n.num_pins and not n.children]
-        assert len(self.host_leaves) == len(host_leaves)
-        assert all(node in self.host_leaves for node in host_leaves)
         for node in self.unread:
             assert node.host_block_id is not None, "a block that is to be read has no place"
             assert node.block_id is None, "on the device, and its copy on the host has still to be read"
             assert not node.num_pins, "in use before it was read"
         assert self.unread.keys() <= set(on_host), "a removed node is to be read"
-        assert set(self.spare_copies) == {node for node in on_device if node.host_block_id is not None}
-        dirty = {n for n in on_device if n.host_block_id is None and not n.num_pins and n.standing != HINTED}
-        assert self.dirty.keys() == dirty, "a node that has to be copied out was missed, or is not one"
         for ids in ([n.block_id for n in on_device], [n.host_block_id for n in on_host]):
             assert len(set(ids)) == len(ids), "two nodes have the same block"
 

@@ -39,12 +39,12 @@ class HostPool(BlockPool[HostBlockId]):
         return host_block_id
 
     def _make_room(self, newcomer: Node, tree: BlockTree) -> None:
-        spare = next(iter(tree.spare_copies), None)
+        spare = next(iter(tree.retention.spare_copies), None)
         if spare is not None and self._can_go(spare):
             self.release(tree.displace_from_host(spare))
             return
         protect = tree.num_protected_on_host <= self.num_blocks // 2
-        leaf = tree.host_leaves.victim(protect=protect)
+        leaf = tree.retention.host_leaves.victim(protect=protect)
         if leaf is None or not self._can_go(leaf):
             return
         if host_lru(newcomer) < host_lru(leaf) if protect else newcomer.last_used < leaf.last_used:

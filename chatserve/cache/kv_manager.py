@@ -10,24 +10,25 @@ A step's: `take_transfers` and `take_background`, then the runner makes them and
 each when it is done.
 
 Its parts: `block_pool` and `host_pool` know who owns a block, `block_tree` what it holds, `search` finds it and
-`publisher` puts it there; `pager` makes room, `evictor` says what goes first, and `transfers` knows which copies are
-planned or running.
+`publisher` puts it there; `leasing` begins and ends a request's share, `deletion` forgets; `pager` makes room,
+`retention` says what may leave for it and `evictor` what goes first, and `transfers` knows which copies are planned or
+running.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chatserve.cache import search
+from chatserve.cache import deletion, search
 from chatserve.cache.block_pool import CACHED, PRIVATE, BlockPool
 from chatserve.cache.block_tree import BlockTree
-from chatserve.cache.evictor import HINTED, PREEMPTED, PROBATION, PROTECTED
+from chatserve.cache.evictor import HINTED, PREEMPTED
 from chatserve.cache.host_pool import HostPool
 from chatserve.cache.invariants import check_cache
 from chatserve.cache.lease import Lease
+from chatserve.cache.leasing import Leasing
 from chatserve.cache.manifest_builder import ManifestBuilder
-from chatserve.cache.node import Node
 from chatserve.cache.pager import Pager
 from chatserve.cache.publisher import Publisher
 from chatserve.cache.search import Path
@@ -86,6 +87,7 @@ class KVManager:
         self._transfers = TransferBook(self._tree, self._device, self._host)
         self._pager = Pager(self._tree, self._device, self._host, self._transfers)
         self._publisher = Publisher(self._tree, self._device, self._transfers, self._pager)
+        self._leasing = Leasing(self._tree, self._device, self._transfers, self._pager, self._publisher)
         self.unread = UnreadBlocks(self._tree, self._host, self._pager)
         """What a snapshot holds and nobody has needed yet."""
         self._leases: dict[RequestId, Lease] = {}
@@ -131,34 +133,16 @@ class KVManager:
         found = match.path if match is not None else search.find(self._tree, tokens[:-TOKEN_BYTES], Scope(user))
         if is_hint and found.extends_fork and found.fork is not None and found.fork.standing != HINTED:
             found = replace(found, extends_fork=False)  # a conversation's end stays what it is, whatever is drafted
-        path = self._affordable(found)
+        path = self._leasing.affordable(found)
         if path is None:
             if self._pager.take_back():
                 return self.admit(request_id, token_ids, user, num_shared_tokens, ahead=ahead, is_hint=is_hint)
             return None
-        num_matched = len(path.nodes) * self.block_size + path.fork_tokens
-        lease = Lease(
-            request_id=request_id,
-            own_tag=self._tree.tags.acquire(Scope(user)),
-            num_shared_tokens=num_shared_tokens,
-            block_ids=[],
-            num_committed=num_matched,
-            leaf=path.nodes[-1] if path.nodes else self._tree.root,
-            num_sealed=len(path.nodes),
-            num_foreign=len(path.nodes),
-            tail=path.fork if path.extends_fork else None,
-            tag=b"",
-            frontier=tokens[len(path.nodes) * self.block_size * TOKEN_BYTES : num_matched * TOKEN_BYTES],
+        lease, num_swapped_in = self._leasing.open(
+            request_id, tokens, Scope(user), num_shared_tokens, path, ahead=ahead, is_hint=is_hint
         )
-        lease.is_hint = is_hint
-        if num_shared_tokens % self.block_size and num_matched < num_shared_tokens:
-            lease.freeze_at = num_shared_tokens
-        lease.tag = self._publisher.frontier_tag(lease) if lease.tail is None else lease.tail.tag
         self._leases[request_id] = lease
-        if not is_hint:
-            self._tree.adopt(lease.leaf if lease.tail is None else lease.tail)
-        num_swapped_in = self._bring_in(lease, path, ahead=ahead)
-        return Admission(num_matched - num_swapped_in, num_swapped_in, tuple(lease.block_ids))
+        return Admission(lease.num_committed - num_swapped_in, num_swapped_in, tuple(lease.block_ids))
 
     def is_resident(self, request_id: RequestId) -> bool:
         """Whether all that it was admitted with is on the device, or will be once the next step's transfers are done.
@@ -191,27 +175,20 @@ class KVManager:
         Blocks without computed tokens are freed, and so are those past `keep_tokens` that only this request has used. A
         sealed block that `keep_tokens` ends in stays as it is: who continues there copies it.
         """
-        self._end(request_id, keep_tokens)
+        self._leasing.close(self._leases.pop(request_id), keep_tokens)
 
     def preempt(self, request_id: RequestId) -> None:
         """End a request that will be admitted again: the blocks that are its own are evicted before any other."""
-        lease = self._end(request_id, None)
+        lease = self._leases.pop(request_id)
+        self._leasing.close(lease, None)
+        self._leasing.demote(lease, lease.num_foreign, PREEMPTED)
         self._num_preemptions += 1
-        self._demote(lease, lease.num_foreign, PREEMPTED)
 
     def finish_hint(self, request_id: RequestId, num_settled: int) -> None:
         """End a request for a hint: what it has computed past its first `num_settled` tokens is a draft."""
-        lease = self._end(request_id, None)
-        self._demote(lease, max(lease.num_foreign, num_settled // self.block_size), HINTED)
-
-    def _demote(self, lease: Lease, depth: int, standing: int) -> None:
-        """Give the nodes of a path that has ended another standing, as far as they lie below `depth` blocks."""
-        node: Node | None = lease.pinned
-        for _ in range(lease.num_published - depth):
-            if node is None or (self._tree.leads_on(node) if standing == HINTED else node.num_pins):
-                break
-            self._tree.demote(node, standing)
-            node = node.parent
+        lease = self._leases.pop(request_id)
+        self._leasing.close(lease, None)
+        self._leasing.demote(lease, max(lease.num_foreign, num_settled // self.block_size), HINTED)
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -243,30 +220,13 @@ class KVManager:
 
         A block in which any of the first `num_kept_tokens` stands is kept: the conversation goes on from there.
         """
-        standings = (PREEMPTED, PROBATION, PROTECTED, HINTED)
-        # Again while there is something: the end of the path may stand there twice, shorter and longer.
-        while self._release(token_ids, user, num_kept_tokens, standings):
-            pass
+        num_kept_blocks = -(-num_kept_tokens // self.block_size)
+        deletion.forget_path(self._tree, self._pager, pack(token_ids), Scope(user), num_kept_blocks)
 
     def release_hint(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int = 0) -> None:
         """Forget what was computed for a draft alone, past its first `num_kept_tokens`."""
-        self._release(token_ids, user, num_kept_tokens, (HINTED,))
-
-    def _release(self, token_ids: Sequence[int], user: UserId, num_kept_tokens: int, standings: Container[int]) -> int:
-        """How many nodes that freed."""
-        num_freed = 0
-        num_kept = -(-num_kept_tokens // self.block_size)
-        for path in reversed(search.paths(self._tree, pack(token_ids), Scope(user), with_unread=True)):
-            whole_tail = path.fork is not None and path.fork.num_tokens == path.fork_tokens
-            nodes = [*path.nodes, path.fork] if path.fork is not None and whole_tail else path.nodes
-            for node in reversed(nodes[num_kept:]):
-                if node.is_public or node.num_pins or node.children or not self._tree.is_attached(node):
-                    break
-                if node.standing not in standings:
-                    break
-                self._pager.forget(node)
-                num_freed += 1
-        return num_freed
+        num_kept_blocks = -(-num_kept_tokens // self.block_size)
+        deletion.forget_draft(self._tree, self._pager, pack(token_ids), Scope(user), num_kept_blocks)
 
     def manifest_builder(self) -> ManifestBuilder:
         """For a snapshot of all that is cached. Nothing may run, and no transfer be planned or under way."""
@@ -276,7 +236,7 @@ class KVManager:
 
     def counts(self) -> tuple[PoolCounts, PoolCounts]:
         """Device and host. On the device, what is owned and not idle is pinned."""
-        pinned = self._device.num_owned - self._tree.num_idle
+        pinned = self._device.num_owned - self._tree.retention.num_idle
         return self._device.counts(pinned=pinned), self._host.counts(pinned=0)
 
     def block_map(self) -> str:
@@ -307,86 +267,6 @@ class KVManager:
         """Token slots in device blocks that are taken and hold nothing: the ends of sequences, and room just made."""
         private = sum(lease.num_unused_slots(self.block_size) for lease in self._leases.values())
         return self._tree.num_unused_slots + private
-
-    # --- admission ----------------------------------------------------------------------------------------------------
-
-    def _affordable(self, path: Path) -> Path | None:
-        """The path, or it without its fork, if all of it can be on the device at once beside what is pinned.
-
-        Without the fork means recomputing less than a block. Were it not an option, a request that fills the whole pool
-        could never fork: the block it copies from would take the last place.
-        """
-        for option in (path, Path(path.nodes, None, 0, extends_fork=False)):
-            nodes = option.nodes if option.fork is None else (*option.nodes, option.fork)
-            num_idle = sum(not node.num_pins and node.block_id is not None for node in nodes)
-            if self._num_blocks_to_bring_in(option) <= self._pager.num_available - num_idle:
-                return option
-        return None
-
-    @staticmethod
-    def _num_blocks_to_bring_in(path: Path) -> int:
-        num_blocks = sum(node.block_id is None for node in path.nodes)
-        if path.fork is not None:
-            num_blocks += not path.extends_fork or path.fork.block_id is None
-        return num_blocks
-
-    def _bring_in(self, lease: Lease, path: Path, *, ahead: bool) -> int:
-        """Pin an affordable path and put all of it into the lease's table. How many tokens come from the host."""
-        tree, transfers, fork = self._tree, self._transfers, path.fork
-        tree.pin(lease.leaf)
-        if fork is not None:
-            tree.pin(fork)
-        new = iter(self._pager.acquire(self._num_blocks_to_bring_in(path)))
-        num_swapped_in = 0
-        for node in path.nodes:
-            if node.block_id is None:
-                transfers.swap_in(node, next(new), ahead=ahead)
-                num_swapped_in += self.block_size
-        lease.block_ids += [node.block_id for node in path.nodes if node.block_id is not None]
-        if fork is None:
-            return num_swapped_in
-        if fork.block_id is None:
-            num_swapped_in += path.fork_tokens
-        if path.extends_fork:
-            if fork.block_id is None:
-                transfers.swap_in(fork, next(new), ahead=ahead)
-            assert fork.block_id is not None
-            fork.has_writer = True
-            lease.block_ids.append(fork.block_id)
-            tree.unpin(lease.leaf)
-            return num_swapped_in
-        block_id = next(new)
-        if fork.block_id is None or transfers.is_arriving(fork.block_id):
-            transfers.load(fork, block_id, ahead=ahead)
-        else:
-            transfers.copy(fork.block_id, block_id, path.fork_tokens, fork)
-        lease.block_ids.append(block_id)
-        if fork.is_public:
-            tree.protect(fork)
-        tree.unpin(fork)
-        return num_swapped_in
-
-    # --- ending -------------------------------------------------------------------------------------------------------
-
-    def _end(self, request_id: RequestId, keep_tokens: int | None) -> Lease:
-        lease = self._leases.pop(request_id)
-        keep = lease.num_committed if keep_tokens is None else min(keep_tokens, lease.num_committed)
-        for block_id in lease.private_blocks():
-            self._device.release(block_id)
-        if lease.tail is not None:
-            lease.tail.has_writer = False
-            self._publisher.cut_tail(lease, keep - lease.num_sealed * self.block_size)
-        self._tree.unpin(lease.pinned)
-        node = lease.leaf
-        num_kept = max(-(-keep // self.block_size), lease.num_foreign)
-        while lease.num_sealed > num_kept and lease.tail is None and not node.num_pins and not node.children:
-            assert node.parent is not None
-            lease.leaf = node.parent
-            lease.num_sealed -= 1
-            self._pager.forget(node)
-            node = lease.leaf
-        self._tree.tags.release(lease.own_tag)
-        return lease
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """Written by the tree alone, except `has_writer`, which is for whoever leases it to set."""
+    """Written by the tree and its `retention` alone, except `has_writer`, which is for whoever leases it to set."""
 
     __slots__ = (
         "block_id",

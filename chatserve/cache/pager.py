@@ -44,7 +44,7 @@ class Pager:
     @property
     def num_available(self) -> int:
         """Blocks that are free or that eviction can free."""
-        return self._device.num_free + self._tree.num_idle
+        return self._device.num_free + self._tree.retention.num_idle
 
     def can_acquire(self, num_blocks: int) -> bool:
         """Whether so many can be had. Takes back what was planned ahead if that decides it."""
@@ -64,7 +64,7 @@ class Pager:
     def victim(self) -> Node | None:
         """The leaf that goes next. What is shared is protected as long as it fits half the pool."""
         protect = self._tree.num_protected <= self._device.num_blocks // 2
-        return self._tree.device_leaves.victim(protect=protect)
+        return self._tree.retention.device_leaves.victim(protect=protect)
 
     # --- ahead of need ------------------------------------------------------------------------------------------------
 
@@ -95,8 +95,8 @@ class Pager:
     def write_idle_through(self) -> None:
         """Copy what is idle out while the host has free blocks, so that it can leave the device later at no cost."""
         budget = _BLOCKS_AT_ONCE
-        while (num_blocks := min(budget, self._host.num_free)) and self._tree.dirty:
-            num_written = self._write_through(next(iter(self._tree.dirty)), num_blocks)
+        while (num_blocks := min(budget, self._host.num_free)) and self._tree.retention.dirty:
+            num_written = self._write_through(next(iter(self._tree.retention.dirty)), num_blocks)
             if not num_written:
                 return
             budget -= num_written

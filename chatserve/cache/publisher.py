@@ -94,7 +94,7 @@ class Publisher:
             elif lease.leaf.standing == HINTED:
                 tree.demote(lease.tail, HINTED)
             self._transfers.keep(lease.tail)
-            tree.unpin(lease.leaf)
+            tree.retention.unpin(lease.leaf)
         else:
             self._pager.drop_host_copy(lease.tail)
             tree.rename(lease.tail, key)
@@ -112,8 +112,8 @@ class Publisher:
     def _join(self, lease: Lease, twin: Node) -> None:
         """Go on below a node that has the tokens of our full block. It takes our block if it has none here."""
         block_id = lease.block_ids[lease.num_sealed]
-        self._tree.pin(twin)
-        self._tree.unpin(lease.leaf)
+        self._tree.retention.pin(twin)
+        self._tree.retention.unpin(lease.leaf)
         if twin.block_id is None:
             if twin in self._tree.unread:
                 self._pager.drop_host_copy(twin)
@@ -130,10 +130,10 @@ class Publisher:
         assert tail is not None
         tail.has_writer = False
         self._pager.drop_host_copy(tail)
-        self._tree.pin(lease.leaf)
+        self._tree.retention.pin(lease.leaf)
         self._device.uncache(self._tree.displace(tail))
         self._tree.remove(tail)
-        self._tree.unpin(tail)
+        self._tree.retention.unpin(tail)
         lease.tail = None
 
     def _freeze(self, lease: Lease) -> None:

@@ -103,7 +103,7 @@ class TransferBook:
         self._tree.place_on_host(node, dst)
         self._host.hold(dst)
         self._device.hold(src)
-        self._tree.pin(node, used=False)
+        self._tree.retention.pin(node, used=False)
         self._writes.append((SwapOut(src=src, dst=dst), node))
         self.num_writing_through += 1
 
@@ -122,7 +122,7 @@ class TransferBook:
         assert node not in self._tree.unread, "its host block has not been filled"
         self._host.hold(node.host_block_id)
         self._device.hold(dst)
-        self._tree.pin(node)
+        self._tree.retention.pin(node)
         planned = self._fetches if ahead else self._swap_in
         planned[dst] = SwapIn(src=node.host_block_id, dst=dst), node
         if ahead:
@@ -141,7 +141,7 @@ class TransferBook:
             src = self._copies[src][0].src
         self._device.hold(src)
         self._device.hold(dst)
-        self._tree.pin(node)
+        self._tree.retention.pin(node)
         self._copies[dst] = BlockCopy(src=src, dst=dst, num_tokens=num_tokens), node
 
     def abandon(self, dst: BlockId) -> bool:
@@ -156,10 +156,10 @@ class TransferBook:
         else:
             return False
         self._device.unhold(dst)
-        self._tree.unpin(node)
+        self._tree.retention.unpin(node)
         for kept in [kept for kept in self._kept if not self._is_planned(kept)]:
             self._kept.remove(kept)
-            self._tree.unpin(kept)
+            self._tree.retention.unpin(kept)
         return True
 
     def keep(self, node: Node) -> None:
@@ -168,11 +168,11 @@ class TransferBook:
         if not self._device.is_held(node.block_id):
             return
         if self._is_planned(node):
-            self._tree.pin(node)
+            self._tree.retention.pin(node)
             self._kept.append(node)
         for batch in self._running:
             if batch.touches(node.block_id):
-                self._tree.pin(node)
+                self._tree.retention.pin(node)
                 batch.pinned.append(node)
 
     # --- a step's life ------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class TransferBook:
             self.num_writing_through -= len(transfers.swap_out)
             self._arriving.difference_update(swap.dst for swap in transfers.swap_in)
         for node in batch.pinned:
-            self._tree.unpin(node, used=not batch.is_ahead)
+            self._tree.retention.unpin(node, used=not batch.is_ahead)
 
     def pinned(self) -> list[Node]:
         """Nodes that transfers keep in place, once for each transfer."""

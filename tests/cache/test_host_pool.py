@@ -21,8 +21,8 @@ class Tier:
     def add(self) -> Node:
         self.num_nodes += 1
         node = self.tree.insert(self.tree.root, PUBLIC_TAG + pack([self.num_nodes]), BlockId(self.num_nodes))
-        self.tree.pin(node)
-        self.tree.unpin(node)
+        self.tree.retention.pin(node)
+        self.tree.retention.unpin(node)
         return node
 
     def swap_out(self, node: Node, *, spare: bool = False) -> bool:

@@ -296,9 +296,9 @@ def test_evicting_again_what_came_back_unchanged_moves_nothing() -> None:
     assert cache.admit("again", [*PROMPT[:12], 78])
     cache.step()
     cache.finish("again")
-    for node in list(cache.kv._tree.spare_copies):
+    for node in list(cache.kv._tree.retention.spare_copies):
         assert node.host_block_id is not None
-    num_spare = len(cache.kv._tree.spare_copies)
+    num_spare = len(cache.kv._tree.retention.spare_copies)
     assert num_spare >= 3
     cache.chat(list(range(200, 232)))
     moved = cache.kv.counters["swapped_out_blocks"] - before
