@@ -1,8 +1,8 @@
 """The engine without a process: commands in, one turn at a time, events out.
 
-Owns the paths and what is still to be said; the scheduler owns the requests, the pipeline the steps. Each submit ends
-in exactly one `Finished` or `Rejected`, also where the runner fails. Knows no sockets, no clients and no text; the
-process around it and the tests drive the same `handle` and `step`.
+Owns what a command does, and the paths; the scheduler owns the requests, `pipeline` the steps, `outbox` what is still
+to be said. Each submit ends in exactly one `Finished` or `Rejected`, also where the runner fails. Knows no sockets, no
+clients and no text; the process around it and the tests drive the same `handle` and `step`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from chatserve.engine.messages import (
     Cancel,
     Drain,
     EngineInfo,
-    Finished,
     Hint,
     Inspect,
     PathRef,
-    Queued,
     Rejected,
     Release,
-    Started,
     StepOutput,
     Submit,
 )
+from chatserve.engine.outbox import Outbox
 from chatserve.engine.pace import FIRST_GUESS_S, Pace
 from chatserve.engine.paths import PathTable, UnknownPathError
 from chatserve.engine.pipeline import StepPipeline
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
     from chatserve.cache.kv_manager import KVManager
     from chatserve.engine.snapshot import Snapshot
-    from chatserve.sched.outcome import Ended, Outcome
     from chatserve.sched.plan import Runner
     from chatserve.sched.scheduler import Scheduler
     from chatserve.types import RequestId
@@ -67,24 +64,12 @@ class Engine:
         self._paths = PathTable() if paths is None else paths
         self._snapshot = snapshot
         self._clock = clock
-        self._bases: dict[RequestId, PathRef] = {}
-        """What live requests continue, so that their own paths can."""
-        self._rejected: list[Rejected] = []
-        self._reports: list[CacheReport] = []
+        self._outbox = Outbox(info.epoch, self._paths)
         self._draining = False
         self._pipeline = StepPipeline(scheduler, runner, clock)
         self._stirred = False
         """Blocks may be on the move without any request."""
         self._pace = Pace()
-        self._counters = dict.fromkeys(
-            (
-                "prompt_tokens_cached",
-                "prompt_tokens_swapped_in",
-                "prompt_tokens_computed",
-                "output_tokens",
-            ),
-            0,
-        )
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -92,7 +77,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say. Where not, nothing changes until the next command."""
         scheduler = self._scheduler
-        return scheduler.has_work or scheduler.is_copying or self._stirred or bool(self._rejected or self._reports)
+        return scheduler.has_work or scheduler.is_copying or self._stirred or bool(self._outbox)
 
     @property
     def patience_s(self) -> float | None:
@@ -127,7 +112,7 @@ class Engine:
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             counters={
-                **self._counters,
+                **self._outbox.counters,
                 **self._pipeline.counters,
                 **self._kv.counters,
                 "hinted_tokens": self._scheduler.hints.num_computed,
@@ -150,7 +135,7 @@ class Engine:
             case Release():
                 self._release(command)
             case Inspect():
-                self._reports.append(self.report(command))
+                self._outbox.report(self.report(command))
             case Drain():
                 self._draining = True
                 self._scheduler.hints.drop_all()
@@ -190,18 +175,17 @@ class Engine:
                 stop_token_ids=submit.stop_token_ids,
             )
         except ContextOverflowError as error:
-            self._rejected.append(
+            self._outbox.reject(
                 Rejected(request_id=submit.request_id, code=error.code, detail=error.detail, **error.fields)
             )
         except OverloadedError as error:
             retry_after_s = self._pace.retry_after_s(self._scheduler.num_waiting)
             self._reject(submit, error.code, error.detail, retry_after_s=retry_after_s)
         else:
-            if submit.base is not None:
-                self._bases[submit.request_id] = submit.base
+            self._outbox.note_base(submit)
 
     def _reject(self, submit: Submit, code: str, detail: str, retry_after_s: float | None = None) -> None:
-        self._rejected.append(
+        self._outbox.reject(
             Rejected(request_id=submit.request_id, code=code, detail=detail, retry_after_s=retry_after_s)
         )
 
@@ -263,61 +247,17 @@ class Engine:
         if self._snapshot is not None:
             self._snapshot.read(wanted_only=True)
         self._stirred = self._pipeline.turn(may_launch=self._scheduler.has_work or self._stirred)
-        return self._say(self._scheduler.take_outcome())
-
-    def _say(self, outcome: Outcome) -> StepOutput | None:
-        output = StepOutput(
-            rejected=tuple(self._rejected),
-            queued=tuple([Queued(waiting.request_id, waiting.position) for waiting in outcome.waiting]),
-            started=tuple(
-                [
-                    self._start(begun.request_id, begun.num_submitted, begun.num_cached, begun.num_swapped_in)
-                    for begun in outcome.begun
-                ]
-            ),
-            deltas=outcome.deltas,
-            finished=tuple([self._finish(ended) for ended in outcome.ended]),
-            reports=tuple(self._reports),
-        )
-        self._counters["output_tokens"] += len(outcome.deltas)
-        self._rejected.clear()
-        self._reports.clear()
-        something = (
-            output.rejected or output.queued or output.started or output.deltas or output.finished or output.reports
-        )
-        return output if something else None
-
-    def _start(self, request_id: RequestId, num_submitted: int, num_cached: int, num_swapped_in: int) -> Started:
-        num_computed = num_submitted - num_cached - num_swapped_in
-        self._counters["prompt_tokens_cached"] += num_cached
-        self._counters["prompt_tokens_swapped_in"] += num_swapped_in
-        self._counters["prompt_tokens_computed"] += num_computed
-        return Started(request_id, num_submitted, num_cached, num_swapped_in, num_computed)
-
-    def _finish(self, ended: Ended) -> Finished:
-        base = self._bases.pop(ended.request_id, None)
-        handle = self._paths.add(
-            ended.user,
-            ended.token_ids,
-            base=None if base is None else base.handle,
-            num_inherited=0 if base is None else base.num_tokens,
-        )
-        self._pace.note_end(self._clock())
-        return Finished(
-            request_id=ended.request_id,
-            reason=ended.reason.value,
-            num_output_tokens=ended.num_output_tokens,
-            path=PathRef(self.info.epoch, handle, len(ended.token_ids)),
-            stop_token_id=ended.stop_token_id,
-            detail=ended.detail,
-        )
+        outcome = self._scheduler.take_outcome()
+        for _ in outcome.ended:
+            self._pace.note_end(self._clock())
+        return self._outbox.take(outcome)
 
     def check(self) -> None:
         """Assert what must hold between steps; where nothing runs, that nothing is held either."""
         self._scheduler.check()
         self._kv.check()
         self._paths.check()
-        assert all(request_id in self._scheduler for request_id in self._bases)
+        self._outbox.check(self._scheduler)
         if not self.has_work:
             device, host = self._kv.counts()
             for pool in (device, host):

@@ -10,10 +10,10 @@ token would end a generation. An end is found a step late, and the row that was 
 computed. Nobody else sees that: KV is shared once the tokens that it is of are known, and blocks are given to others by
 steps that come later on the device.
 
-Owns the requests from their submission to their one end, and what a step makes of them; `batch` owns who runs, `queue`
-the order of those who wait, `admission` who of them may join, `placement` who gets which row, `flights` what is under
-way, the KV manager the blocks. The plan is a frozen value and a
-function of the state alone: no clock, no randomness. Knows no text, no clients and nothing of how a plan is executed.
+Owns what is taken and the plan of a step; `live` owns the requests from their submission to their one end, `batch` who
+runs, `queue` the order of those who wait, `admission` who of them may join, `placement` who gets which row, `flights`
+what is under way, `booking` what becomes of it, the KV manager the blocks. The plan is a frozen value and a function of
+the state alone: no clock, no randomness. Knows no text, no clients and nothing of how a plan is executed.
 
 Why nothing starves and nothing locks up:
 - `max_running` is at most the budget, so a step has room for everyone who decodes and for the oldest prompt.
@@ -31,18 +31,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from chatserve.engine.messages import TokenDelta
 from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.admission import AdmissionControl
 from chatserve.sched.batch import Batch
+from chatserve.sched.booking import Booking
 from chatserve.sched.draft import Draft
 from chatserve.sched.flights import Flights
 from chatserve.sched.hints import Hints
-from chatserve.sched.outcome import Ended, Journal, Outcome
+from chatserve.sched.live import LiveRequests
+from chatserve.sched.outcome import Journal, Outcome
 from chatserve.sched.placement import Placement
 from chatserve.sched.plan import StepPlan, StepResult, Transfers
 from chatserve.sched.queue import WaitingQueue
-from chatserve.sched.request import Phase, Request
+from chatserve.sched.request import Request
 from chatserve.types import FinishReason, RequestId, SamplingParams, UserId
 
 if TYPE_CHECKING:
@@ -81,10 +82,11 @@ class Scheduler:
         self._max_running = min(max_running, max_batched_tokens)
         self._max_queued = max_queued
         self._context_tokens = context_tokens
-        self._requests: dict[RequestId, Request] = {}
         self._journal = Journal()
         self._queue = WaitingQueue()
         self._batch = Batch(kv)
+        self._flights = Flights()
+        self._live = LiveRequests(self._queue, self._batch, self._flights, self._journal)
         self._admission = AdmissionControl(
             kv,
             self._queue,
@@ -96,20 +98,20 @@ class Scheduler:
         self.hints: Final = Hints(
             kv, max_batched_tokens=max_batched_tokens, max_rows=self._max_running, context_tokens=context_tokens
         )
-        self._flights = Flights()
+        self._booking = Booking(kv, self._live, self._batch, self._flights, self.hints, self._journal)
         self._placement = Placement(self._batch, self._queue, self._flights, self.hints)
         self._step = 0
         self._arrivals = 0
 
     # --- what callers ask ---------------------------------------------------------------------------------------------
 
-    def __contains__(self, request_id: RequestId) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         """Whether the request waits or runs."""
-        return request_id in self._requests
+        return request_id in self._live.by_id
 
     def is_taken(self, request_id: RequestId) -> bool:
         """Whether the id cannot be used: its request waits or runs, or has an end that is still in the journal."""
-        return request_id in self._requests or any(ended.request_id == request_id for ended in self._journal.ended)
+        return self._live.is_taken(request_id)
 
     @property
     def num_running(self) -> int:
@@ -123,7 +125,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether `schedule` may do something, or `take_outcome` has an end to tell."""
         return bool(
-            self._requests or self._batch.has_left or self._journal.ended or len(self._flights) or self.hints.has_work
+            self._live.by_id or self._batch.has_left or self._journal.ended or len(self._flights) or self.hints.has_work
         )
 
     @property
@@ -168,23 +170,23 @@ class Scheduler:
             arrival=self._arrivals,
         )
         self._arrivals += 1
-        self._requests[request_id] = request
+        self._live.add(request)
         self.hints.overtake(user, token_ids)
         if request.num_submitted >= request.max_length:  # an earlier run already gave all the output it may have
-            self._end(request, FinishReason.LENGTH)
+            self._live.end(request, FinishReason.LENGTH)
         else:
             self._queue.push(request)
 
     def cancel(self, request_id: RequestId, keep: int | None = None) -> None:
         """End a request, if it is here, with `keep` of its output tokens (None: all) left in its path."""
-        request = self._requests.get(request_id)
+        request = self._live.by_id.get(request_id)
         if request is not None:
-            self._end(request, FinishReason.CANCELLED, keep=keep)
+            self._live.end(request, FinishReason.CANCELLED, keep=keep)
 
     def cancel_all(self) -> None:
         """End every request."""
         self.hints.drop_all()
-        for request_id in tuple(self._requests):
+        for request_id in tuple(self._live.by_id):
             self.cancel(request_id)
 
     def take_outcome(self) -> Outcome:
@@ -230,112 +232,28 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Book the oldest step in flight: KV is there, and each row with `sample` has one more token."""
-        assert result.step == plan.step, f"expected the result of step {plan.step}, got that of {result.step}"
-        gone = self._land(plan)
-        block_size, requests, deltas = self._kv.block_size, self._requests, self._journal.deltas
-        tokens = iter(result.token_ids)
-        for row in plan.rows:
-            request_id = row.request_id
-            if request_id in gone:
-                if row.sample:
-                    next(tokens)
-                continue
-            request = requests.get(request_id)
-            if request is None:
-                self.hints.commit(row)
-                continue
-            request.num_computed = end = row.start + row.num_tokens
-            if end <= request.num_submitted:
-                self._batch.settle(request)
-            # Output is of no use to others before it ends, so it can wait: not all who began together at one step.
-            elif (end + request.arrival) % block_size == 0:
-                self._batch.settle_full_blocks(request)
-            if not row.sample:
-                continue
-            request.num_pending -= 1
-            token_id = next(tokens)
-            if token_id in request.stop_token_ids:
-                self._end(request, FinishReason.STOP, stop_token_id=token_id)
-                continue
-            token_ids = request.token_ids
-            deltas.append(TokenDelta(request_id, len(token_ids) - request.num_submitted, (token_id,)))
-            token_ids.append(token_id)
-            if len(token_ids) >= request.max_length:
-                self._end(request, FinishReason.LENGTH)
-        assert next(tokens, None) is None, "the runner gave more tokens than rows ask for"
+        self._booking.commit(plan, result)
 
     def fail(self, plan: StepPlan, detail: str) -> None:
         """Book the oldest step in flight, whose transfers were made and whose rows were not computed: their requests
         end with `error`, and whatever later steps in flight compute for them is dropped.
         """
-        gone = self._land(plan)
-        for row in plan.rows:
-            request = self._requests.get(row.request_id)
-            if request is None:
-                self.hints.fail(row)
-            elif row.request_id not in gone:
-                self._end(request, FinishReason.ERROR, detail=detail)
+        self._booking.fail(plan, detail)
 
     def background_done(self, step: int) -> None:
         """What the plan of that number had copied in the background is there."""
         self._kv.transfers_done(self._flights.background_done(step))
 
-    def _land(self, plan: StepPlan) -> set[RequestId]:
-        """Take the oldest step out of flight. The requests that have ended since it was planned."""
-        gone = self._flights.land(plan)
-        self._kv.transfers_done(plan.transfers)
-        return gone
-
-    # --- ends ---------------------------------------------------------------------------------------------------------
-
     def _give_up(self, request: Request) -> None:
         """The pool is idle and refuses even so: say it rather than wait for ever."""
         num_blocks = self._kv.counts()[0].total
         detail = f"{len(request.token_ids)} tokens do not fit the idle pool of {num_blocks} blocks"
-        self._end(request, FinishReason.ERROR, detail=detail)
-
-    def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        keep: int | None = None,
-        stop_token_id: int | None = None,
-        detail: str = "",
-    ) -> None:
-        """The one end of every request. Its blocks stay cached, up to what is kept."""
-        num_output_tokens = request.num_output_tokens
-        kept = request.token_ids
-        if keep is not None and keep < num_output_tokens:
-            kept = kept[: request.num_submitted + max(keep, 0)]
-        if request.phase in (Phase.RUNNING, Phase.FETCHING):
-            self._batch.finish(request, len(kept))
-            self._flights.drop(request.request_id)
-        elif request in self._queue:
-            self._queue.remove(request)
-        request.phase = Phase.FINISHED
-        del self._requests[request.request_id]
-        self._journal.ended.append(
-            Ended(
-                request_id=request.request_id,
-                user=request.user,
-                reason=reason,
-                token_ids=kept,
-                num_output_tokens=num_output_tokens,
-                stop_token_id=stop_token_id,
-                detail=detail,
-            )
-        )
+        self._live.end(request, FinishReason.ERROR, detail=detail)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
-        self._flights.check(self._requests.values())
-        self._queue.check()
-        self._batch.check()
+        self._live.check()
         self.hints.check()
         assert len(self._batch) <= self._max_running
-        assert len(self._requests) == len(self._batch) + len(self._queue)
-        for request in self._batch:
-            assert self._requests[request.request_id] is request
