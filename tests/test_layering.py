@@ -44,6 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "chatserve.doctor": ("chatserve.supervisor.", "chatserve.server.", "chatserve.model.catalog"),
     "chatserve.bench": ("chatserve.",),
     "chatserve.cli": ("chatserve.",),
+    "chatserve.cli_options": ("chatserve.supervisor.paths",),
     "chatserve.__main__": ("chatserve.cli",),
     "chatserve_kernels": (),
 }
@@ -51,6 +52,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 TORCH_FREE = ("chatserve.cache", "chatserve.sched", "chatserve.chat", "chatserve.server", "chatserve.supervisor")
 TORCH_FREE_MODULES = (
     "chatserve.cli",
+    "chatserve.cli_options",
     "chatserve.options",
     "chatserve.doctor",
     "chatserve.engine.client",
