@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -19,7 +19,6 @@ from chatserve.options import ATTENTIONS, DTYPES, MAX_BLOCK_SIZE, MODEL_IMPLS
 from chatserve.supervisor.paths import default_cache_dir, default_data_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
-Decorator: TypeAlias = Callable[[F], F]
 
 FILE: Final = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
@@ -54,7 +53,7 @@ class _FiniteRange(click.FloatRange):
         return number
 
 
-def option(*names: str, **attrs: Any) -> Decorator[F]:
+def option(*names: str, **attrs: Any) -> Callable[[F], F]:
     """An option with its `CHATSERVE_…` variable; the variable and the default stand in its help."""
     variable = "CHATSERVE_" + names[0].removeprefix("--").replace("-", "_").upper()
     return click.option(*names, **{"envvar": variable, "show_envvar": True, "show_default": True, **attrs})
@@ -70,7 +69,7 @@ def _setting(
     *,
     field: str = "",
     **attrs: Any,
-) -> tuple[str, Decorator[Any]]:
+) -> tuple[str, Callable[[Any], Any]]:
     """The option that is the settings' `field`, which is called as the option is where nothing else is said."""
     field = field or name.removeprefix("--").replace("-", "_")
     if "default" not in attrs:
@@ -78,7 +77,7 @@ def _setting(
     return field, option(name, field, type=kind, help=text, **attrs)
 
 
-_SETTINGS: Final[dict[str, Decorator[Any]]] = dict(
+_SETTINGS: Final[dict[str, Callable[[Any], Any]]] = dict(
     (
         _setting("--host", "Address to listen on. Others than loopback need --tokens-file."),
         _setting("--port", "0 takes any free port.", click.IntRange(0, 65535)),
@@ -210,7 +209,7 @@ _SETTINGS: Final[dict[str, Decorator[Any]]] = dict(
 """Every option of `serve` by its field of `ServeSettings` or `Limits`, in the order of the help."""
 
 
-def settings(*fields: str) -> Decorator[F]:
+def settings(*fields: str) -> Callable[[F], F]:
     """The options of these settings, in this order; without any, those of all."""
 
     def decorate(command: F) -> F:
