@@ -5,25 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from chatserve.engine.engine import Engine
-from chatserve.engine.messages import Cancel, Inspect
-from chatserve.types import RequestId, UserId
+from chatserve.engine.messages import Inspect
+from chatserve.types import UserId
+from tests.engine.asking import cancel, counters, oracle
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
 from tests.fakes.fake_runner import FakeRunner
-
-GREEDY = make_submit("x", (1,)).sampling
-
-
-def cancel(request_id: str, keep: int | None = None) -> Cancel:
-    return Cancel(RequestId(request_id), keep)
-
-
-def oracle(runner: FakeRunner, token_ids: list[int], num_output_tokens: int = 8) -> list[int]:
-    return runner.oracle(token_ids, GREEDY, num_output_tokens=num_output_tokens)
-
-
-def counters(engine: Engine) -> dict[str, int]:
-    return engine.report(Inspect(0)).counters
 
 
 def test_blocks_of_an_abandoned_generation_are_unpinned_by_the_next_step() -> None:

@@ -1,134 +1,16 @@
-"""What an engine promises its clients, step by step, on a runner in which a wrong block is wrong text."""
+"""What an engine promises its clients: ends, refusals, releases and reports, step by step."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import msgspec
 import pytest
 
-from chatserve.engine.engine import Engine
-from chatserve.engine.messages import Cancel, Drain, Hint, Inspect, PathRef, Release
+from chatserve.engine.messages import Drain, Inspect, PathRef, Release
 from chatserve.engine.paths import PathTable
-from chatserve.sched.plan import StepFailedError, StepPlan, TransfersFailedError
-from chatserve.types import RequestId, UserId
+from chatserve.types import RequestId
+from tests.engine.asking import BOB, GREEDY, cancel, counters, oracle, path_of
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
-from tests.fakes.fake_runner import FakeRunner, LateRunner
-
-BOB = UserId("bob")
-GREEDY = make_submit("x", (1,)).sampling
-
-
-def cancel(request_id: str, keep: int | None = None) -> Cancel:
-    return Cancel(RequestId(request_id), keep)
-
-
-def path_of(transcript: Transcript, request_id: str) -> PathRef:
-    path = transcript.finished[request_id].path
-    assert path is not None
-    return path
-
-
-def counters(engine: Engine) -> dict[str, int]:
-    return engine.report(Inspect(0)).counters
-
-
-def oracle(runner: FakeRunner, token_ids: list[int], num_output_tokens: int = 8) -> list[int]:
-    return runner.oracle(token_ids, GREEDY, num_output_tokens=num_output_tokens)
-
-
-# --- sharing ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_system_tokens", [400, 405])
-@pytest.mark.parametrize("users", [("ann",), ("ann", "bob", "eve")])
-def test_ten_sessions_at_once_compute_their_system_prompt_once(num_system_tokens: int, users: tuple[str, ...]) -> None:
-    runner = FakeRunner(num_blocks=256)
-    engine = make_engine(runner, max_batched_tokens=128)
-    system = [7 + n % 900 for n in range(num_system_tokens)]
-    prompts = {f"r{n}": [*system, 1000 - 1 - n, 5, 6] for n in range(10)}
-    for n, (request_id, prompt) in enumerate(prompts.items()):
-        user = UserId(users[n % len(users)])
-        engine.handle(make_submit(request_id, prompt, user=user, num_shared_tokens=num_system_tokens))
-    transcript = run_until_idle(engine)
-    computed = sum(started.computed_tokens for started in transcript.started.values())
-    assert computed == num_system_tokens + 10 * 3
-    for request_id, prompt in prompts.items():
-        assert transcript.text(request_id) == oracle(runner, prompt)
-
-
-def test_a_users_own_words_are_computed_again_for_another_user() -> None:
-    runner = FakeRunner(num_blocks=64)
-    engine = make_engine(runner)
-    prompt = list(range(100, 180))
-    engine.handle(make_submit("ann", prompt))
-    engine.handle(make_submit("bob", prompt, user=BOB))
-    transcript = run_until_idle(engine)
-    assert transcript.started["bob"].computed_tokens == len(prompt)
-    assert transcript.text("bob") == transcript.text("ann")
-
-
-def test_whoever_waits_for_a_prefix_goes_on_when_its_computer_is_cancelled() -> None:
-    runner = FakeRunner(num_blocks=64)
-    engine = make_engine(runner, max_batched_tokens=32)
-    system = list(range(100, 308))  # 13 blocks
-    for n in range(4):
-        engine.handle(make_submit(f"r{n}", [*system, n], num_shared_tokens=len(system)))
-    transcript = Transcript()
-    transcript.add(engine.step())
-    assert set(transcript.started) == {"r0"}
-    engine.handle(cancel("r0"))
-    run_until_idle(engine, transcript)
-    assert transcript.finished["r0"].reason == "cancelled"
-    for n in range(1, 4):
-        assert transcript.text(f"r{n}") == oracle(runner, [*system, n])
-    assert sum(transcript.started[f"r{n}"].computed_tokens for n in range(1, 4)) == len(system) - 32 + 3
-
-
-def test_an_unrelated_request_does_not_wait_behind_those_that_wait_for_a_prefix() -> None:
-    engine = make_engine(FakeRunner(num_blocks=64), max_batched_tokens=32)
-    system = list(range(100, 308))  # 13 blocks
-    for n in range(4):
-        engine.handle(make_submit(f"r{n}", [*system, n], max_tokens=1))
-    engine.handle(make_submit("other", (1, 2, 3), max_tokens=1))
-    transcript = run_until_idle(engine)
-    assert transcript.started_in["other"] < transcript.started_in["r1"]
-
-
-def test_a_next_turn_computes_what_is_new_and_a_regeneration_one_token() -> None:
-    runner = FakeRunner(num_blocks=64)
-    engine = make_engine(runner)
-    first = list(range(50, 90))
-    engine.handle(make_submit("first", first, max_tokens=21))
-    transcript = run_until_idle(engine)
-    path = path_of(transcript, "first")
-    engine.handle(make_submit("next", (1, 2, 3), base=path))
-    engine.handle(make_submit("again", (), base=msgspec.structs.replace(path, num_tokens=40)))
-    run_until_idle(engine, transcript)
-    assert transcript.started["next"].computed_tokens == 3 + 1  # KV of the last output token was never needed
-    assert transcript.started["again"].computed_tokens == 1
-    assert transcript.text("next") == oracle(runner, [*first, *transcript.text("first"), 1, 2, 3])
-    assert transcript.text("again") == transcript.text("first")[:8]
-
-
-def test_a_fork_in_mid_block_copies_one_block_and_both_sides_go_on() -> None:
-    runner = FakeRunner(num_blocks=64)
-    engine = make_engine(runner)
-    trunk = list(range(50, 110))
-    engine.handle(make_submit("trunk", trunk))
-    transcript = run_until_idle(engine)
-    before = counters(engine)["copies"]
-    base = msgspec.structs.replace(path_of(transcript, "trunk"), num_tokens=55)  # 3 blocks and 7 tokens
-    engine.handle(make_submit("fork", (1, 2, 3), base=base, max_tokens=30))
-    engine.handle(make_submit("other", (4,), base=path_of(transcript, "trunk"), max_tokens=30))
-    run_until_idle(engine, transcript)
-    assert transcript.started["fork"].computed_tokens == 3
-    assert counters(engine)["copies"] - before == 1
-    assert transcript.text("fork") == oracle(runner, [*trunk[:55], 1, 2, 3], 30)
-    assert transcript.text("other") == oracle(runner, [*trunk, *transcript.text("trunk"), 4], 30)
-
-
-# --- ends -------------------------------------------------------------------------------------------------------------
+from tests.fakes.fake_runner import FakeRunner
 
 
 def test_the_last_stop_token_is_named_and_belongs_to_no_text() -> None:
@@ -209,9 +91,6 @@ def test_draining_finishes_what_is_here_and_refuses_the_rest() -> None:
     assert transcript.finished["a"].reason == "length"
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_mistakes_are_answered_and_touch_nothing() -> None:
     runner = FakeRunner(vocab_size=100)
     engine = make_engine(runner, context_tokens=64)
@@ -290,33 +169,6 @@ def test_forgotten_paths_ask_for_all_tokens_and_the_cache_is_found_by_tokens() -
     assert transcript.text("d") == oracle(runner, whole)
 
 
-# --- hints and releases -----------------------------------------------------------------------------------------------
-
-
-def fill(engine: Engine, transcript: Transcript, num_requests: int, start: int = 0) -> None:
-    for n in range(start, start + num_requests):
-        engine.handle(make_submit(f"fill{n}", [900 - n] * 60, max_tokens=1))
-        run_until_idle(engine, transcript)
-
-
-def test_a_hint_brings_a_cold_path_back_before_it_is_asked_for() -> None:
-    runner = FakeRunner(num_blocks=16)
-    engine = make_engine(runner)
-    prompt = list(range(64))
-    engine.handle(make_submit("a", prompt))
-    transcript = run_until_idle(engine)
-    fill(engine, transcript, 6)
-    path = path_of(transcript, "a")
-    engine.handle(Hint(user=make_submit("x", (1,)).user, key="chat", base=path, token_ids=()))
-    run_until_idle(engine, transcript)
-    engine.handle(make_submit("b", (1,), base=path))
-    run_until_idle(engine, transcript)
-    started = transcript.started["b"]
-    assert started.swapped_in_tokens == 0
-    assert started.computed_tokens <= 2
-    assert transcript.text("b") == oracle(runner, [*prompt, *transcript.text("a"), 1])
-
-
 def test_released_paths_are_forgotten_and_their_blocks_are_free() -> None:
     engine = make_engine(FakeRunner())
     engine.handle(make_submit("a", range(40)))
@@ -359,100 +211,6 @@ def test_a_deleted_answer_leaves_its_conversation_in_the_cache() -> None:
     assert engine.report(Inspect(0)).device.cached <= 4
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class FailAt:
-    """A gate that raises once, at the first step for which `when` holds."""
-
-    error: Exception
-    step: int
-    failed: StepPlan | None = None
-
-    def __call__(self, plan: StepPlan) -> None:
-        if plan.step >= self.step and plan.rows and self.failed is None:
-            self.failed = plan
-            raise self.error
-
-
-@pytest.mark.parametrize("step", range(6))
-@pytest.mark.parametrize("error", [RuntimeError("unknown"), StepFailedError("out of memory")])
-@pytest.mark.parametrize("late", [None, "when it is launched", "when it is waited for"])
-def test_a_failed_step_ends_its_requests_with_an_error_and_the_engine_goes_on(
-    late: str | None, error: Exception, step: int
-) -> None:
-    gate = FailAt(error, step)
-    if late is None:
-        runner = FakeRunner(num_blocks=64, gate=gate)
-    else:
-        runner = LateRunner(seed=step, fails_early=late == "when it is launched", num_blocks=64, gate=gate)
-    engine = make_engine(runner, max_batched_tokens=16, max_running=2)
-    for n in range(4):
-        engine.handle(make_submit(f"r{n}", [n + 1] * 30))
-    transcript = run_until_idle(engine)
-    assert gate.failed is not None
-    failed = {row.request_id for row in gate.failed.rows}
-    assert failed
-    for n in range(4):
-        finished = transcript.finished[f"r{n}"]
-        assert finished.reason == ("error" if f"r{n}" in failed else "length")
-        assert (str(error) in finished.detail) == (f"r{n}" in failed)
-    for n in range(4):
-        engine.handle(make_submit(f"again{n}", [n + 1] * 30))
-    run_until_idle(engine, transcript)
-    for n in range(4):
-        assert transcript.text(f"again{n}") == oracle(runner, [n + 1] * 30)
-
-
-def test_an_error_while_blocks_are_on_the_move_ends_the_engine() -> None:
-    def fail_on_transfers(plan: StepPlan) -> None:
-        if plan.transfers:
-            raise TransfersFailedError("who knows what stands there now")
-
-    engine = make_engine(FakeRunner(num_blocks=8, gate=fail_on_transfers))
-    engine.handle(make_submit("a", range(60)))
-    engine.handle(make_submit("b", range(100, 160)))
-    with pytest.raises(TransfersFailedError, match="who knows"):
-        run_until_idle(engine)
-
-
-@pytest.mark.parametrize("num_host_blocks", [0, 32])
-def test_errors_after_blocks_have_moved_leave_the_cache_as_it_should_be(num_host_blocks: int) -> None:
-    def fail_often(plan: StepPlan) -> None:
-        if plan.rows and plan.step % 11 == 7:
-            raise StepFailedError("out of memory")
-
-    runner = FakeRunner(num_blocks=12, num_host_blocks=num_host_blocks, block_size=4, gate=fail_often)
-    engine = make_engine(runner, max_batched_tokens=16)
-    transcript = Transcript()
-    for n in range(60):
-        engine.handle(make_submit(f"r{n}", [n % 7] * (5 + n % 11), max_tokens=6))
-        if n % 4 == 3:
-            run_until_idle(engine, transcript)
-    reasons = [transcript.finished[f"r{n}"].reason for n in range(60)]
-    assert set(reasons) == {"length", "error"}
-    for n in range(60):
-        text = transcript.text(f"r{n}")
-        assert text == oracle(runner, [n % 7] * (5 + n % 11), 6)[: len(text)]
-
-
-def test_an_engine_whose_every_step_fails_gives_up() -> None:
-    def fail(plan: StepPlan) -> None:
-        raise RuntimeError("the device is gone")
-
-    engine = make_engine(FakeRunner(gate=fail), max_running=1)
-    for n in range(5):
-        engine.handle(make_submit(f"r{n}", range(5)))
-    transcript = Transcript()
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        run_until_idle(engine, transcript)
-    assert [finished.reason for finished in transcript.finished.values()] == ["error", "error"]
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_report_adds_up() -> None:
     engine = make_engine(FakeRunner(num_blocks=32))
     for n in range(3):
@@ -473,13 +231,3 @@ def test_a_report_adds_up() -> None:
     run_until_idle(engine, transcript)
     assert counters(engine)["prompt_tokens_computed"] == 60
     assert counters(engine)["output_tokens"] == 24
-
-
-def test_one_that_computed_what_another_had_computed_does_not_keep_both_when_room_is_short() -> None:
-    """Two that say the same at the same time have a block each for it; the one left alone must still fit."""
-    runner = FakeRunner(num_blocks=8, num_host_blocks=0, block_size=4)
-    engine = make_engine(runner)
-    for request_id, max_tokens in (("short", 11), ("long", 22)):
-        engine.handle(make_submit(request_id, (1, 2, 3, 4), max_tokens=max_tokens))
-    transcript = run_until_idle(engine, max_steps=200)
-    assert transcript.text("long") == oracle(runner, [1, 2, 3, 4], 22)

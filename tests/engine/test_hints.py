@@ -11,11 +11,11 @@ from chatserve.engine.messages import Cancel, Drain, Hint, Inspect, PathRef, Rel
 from chatserve.sched import hints
 from chatserve.sched.plan import StepFailedError, StepPlan
 from chatserve.types import RequestId, UserId
+from tests.engine.asking import BOB, GREEDY
 from tests.fakes.engines import Transcript, make_engine, make_submit, run_until_idle
 from tests.fakes.fake_runner import FakeRunner, LateRunner
 
-ANN, BOB = UserId("ann"), UserId("bob")
-GREEDY = make_submit("x", (1,)).sampling
+ANN = UserId("ann")
 TURN = tuple(range(40))
 DRAFT = tuple(range(100, 130))
 

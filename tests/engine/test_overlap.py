@@ -11,10 +11,9 @@ from chatserve.engine.messages import Cancel, Hint, Inspect
 from chatserve.sched.plan import Row
 from chatserve.sched.request import Phase
 from chatserve.types import RequestId
+from tests.engine.asking import GREEDY, counters
 from tests.fakes.engines import USER, Transcript, make_engine, make_submit, run_until_idle
 from tests.fakes.fake_runner import FakeRunner, LateRunner
-
-GREEDY = make_submit("x", (1,)).sampling
 
 
 def rows_of(runner: FakeRunner, request_id: str) -> list[Row]:
@@ -23,10 +22,6 @@ def rows_of(runner: FakeRunner, request_id: str) -> list[Row]:
 
 def num_sampled(runner: FakeRunner, request_id: str) -> int:
     return sum(row.sample for row in rows_of(runner, request_id))
-
-
-def counters(engine: Engine) -> dict[str, int]:
-    return engine.report(Inspect(0)).counters
 
 
 @pytest.mark.parametrize("seed", range(4))
