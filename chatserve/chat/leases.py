@@ -62,6 +62,7 @@ class Leases:
         Raises:
             RuntimeError: another process has taken this one's place.
         """
+        is_heard = True
         while True:
             await asyncio.sleep(self._beat_s)
             try:
@@ -74,11 +75,14 @@ class Leases:
                     log.warning("the other servers took this one for dead; its conversations are read again")
                     await self._store.workers.join(self.owner)
                     self.on_rejoined()
+                is_heard = True
                 if self._inheriting is None or self._inheriting.done():
                     self._inheriting = asyncio.create_task(self._sweep_quietly(), name="inheriting")
             except StoreUnavailableError as error:
                 self._silent_since.clear()  # while the store stands still all are silent
-                log.info("no heartbeat: %s", error)
+                if is_heard:  # an outage is one line, however long it is
+                    log.info("no heartbeat: %s", error)
+                is_heard = False
 
     async def acquire(self, user: UserId, session: SessionId) -> int:
         """Take the lease of a session; its fence.

@@ -129,7 +129,7 @@ class RedisFeed:
                     if (heard := self._take(await connection.read_response())) is not None:
                         yield heard
             except UNREACHED as error:
-                if not self._closed.is_set():
+                if not self._closed.is_set() and pause_s == FIRST_PAUSE_S:  # an outage is one line, however long it is
                     log.info("the feed's connection to the store broke: %s", one_line(error))
             finally:
                 self._connection = None

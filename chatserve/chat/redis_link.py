@@ -181,6 +181,8 @@ def raise_error(reply: object) -> None:
 def one_line(error: BaseException) -> str:
     if isinstance(error, MasterNotFoundError):  # its own text shows the insides of each sentinel's client
         return "no sentinel that answers names a primary of this service"
+    if "NOREPLICAS" in str(error):
+        return "it takes no writes just now, because its disk is full or it has lost its replicas"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -102,7 +102,7 @@ async def readyz(request: Request) -> Response:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await context.store.ping()
     except (StoreUnavailableError, TimeoutError):
-        problems["store"] = "no answer"  # anybody may ask here, and the error names addresses
+        problems["store"] = "no answer, or no writes"  # anybody may ask here, and the error names addresses
     if problems:
         return json_response({"status": "not ready", "problems": problems}, 503)
     return json_response({"status": "ready"})

@@ -82,6 +82,13 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
+async def pause(stopping: asyncio.Event, delay_s: float) -> None:
+    """Wait, but no longer than until asked to stop."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(delay_s):
+            await stopping.wait()
+
+
 def describe_exit(exit_code: int) -> str:
     """For a person: `exit code 3`, or `signal SIGKILL`."""
     if exit_code >= 0:

@@ -4,6 +4,7 @@ Owns `data_dir/store` (log, append-only file, pid file) and the socket. Knows no
 The caller holds a lock on the data directory: two servers on one append-only file would destroy it.
 
 The server writes the append-only file before it replies, so what was acknowledged survives the death of any process.
+`watch_room` keeps it so when the disk fills up: it has the server refuse writes while there is still room for them.
 Its life is tied to its parent's by a pipe, on every Unix and from any thread: a shell waits at the other end and ends
 the server (as a normal shutdown) when the parent is gone, however it went. A server left over from a killed run is
 therefore on its way out, and `start()` sees it out before it starts another; it is not adopted.
@@ -30,7 +31,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from chatserve.errors import StartupError
+from chatserve.supervisor.left_over import command_line, wait_for_exit
 from chatserve.supervisor.store_advice import advise_os_error, explain_log
+from chatserve.supervisor.store_room import StoreRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +45,6 @@ ANSWER_TIMEOUT_S: Final = 30.0
 SHUTDOWN_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.02
 MAX_LOG_BYTES: Final = 1 << 20
-ROOM_BYTES: Final = 1 << 20
-"""Must be free at the start: on a full disk the server starts and then refuses every write."""
 
 _TIED_TO_PARENT: Final = (
     # A line says that the parent sees to the end itself; the end of the file, that there is no parent.
@@ -89,6 +90,9 @@ class EmbeddedStore:
         self._fsync = fsync
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
+        self._room = StoreRoom(self.directory)
+        self._refuses = False
+        """Whether the server has been told to refuse writes."""
 
     @property
     def url(self) -> str:
@@ -102,6 +106,26 @@ class EmbeddedStore:
         """The server's exit status; None while it runs."""
         assert self._process is not None, "start() comes first"
         return self._process.poll()
+
+    def watch_room(self) -> str | None:
+        """To be called often: when the disk fills up, the server is made to refuse writes, until there is room again.
+        A line for a person when that has changed.
+        """
+        try:
+            with self._client() as client:
+                is_failing = client.info("persistence").get("aof_last_write_status") == "err"
+                if self._room.judge(is_failing=is_failing) == self._refuses:
+                    return None
+                # No replica is ever there. Unlike `maxmemory` this refuses every write, and reads nothing.
+                client.config_set("min-replicas-to-write", int(self._room.is_short))
+            self._refuses = self._room.is_short
+            if self._refuses:
+                self._room.give_up()
+            else:
+                self._room.set_aside()
+            return self._room.describe()
+        except (redis.RedisError, OSError):  # it is dead or stands still; the next call finds out more
+            return None
 
     def start(self, progress: Callable[[float], None] | None = None) -> None:
         """Start the server and return when it answers. `progress` gets the loaded fraction of a long append-only file.
@@ -141,6 +165,7 @@ class EmbeddedStore:
         process, self._process = self._process, None
         if process is None:
             return
+        self._room.give_up()  # whatever it has not been able to write, it writes now
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(b"\n")
@@ -160,14 +185,7 @@ class EmbeddedStore:
         self.socket_path = short_socket_path(self._wanted_socket)
         if self.log_path.exists() and self.log_path.stat().st_size > MAX_LOG_BYTES:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
-        probe = self.directory / "probe"
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(ROOM_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
+        self._refuses = self._room.prepare()
 
     def _arguments(self) -> list[str]:
         options = {
@@ -176,6 +194,7 @@ class EmbeddedStore:
             "dir": str(self.directory),
             "pidfile": str(self._pid_file),
             "appendfsync": self._fsync,
+            "min-replicas-to-write": str(int(self._refuses)),
         }
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
@@ -211,7 +230,7 @@ class EmbeddedStore:
             for way in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, way)
-                if _wait_for_exit(pid, SHUTDOWN_TIMEOUT_S):
+                if wait_for_exit(pid, SHUTDOWN_TIMEOUT_S):
                     break
             else:
                 raise StartupError(f"the store of an earlier run (process {pid}) cannot be ended; end it, then retry")
@@ -223,7 +242,7 @@ class EmbeddedStore:
             pid = int(self._pid_file.read_text(encoding="ascii"))
         except (OSError, ValueError):
             return None
-        return pid if pid > 1 and str(self._pid_file) in _command_line(pid) else None
+        return pid if pid > 1 and str(self._pid_file) in command_line(pid) else None
 
     def _forget(self) -> None:
         for path in (self._pid_file, self.socket_path):
@@ -273,22 +292,3 @@ def short_socket_path(wanted: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(errno.EACCES, "not a private directory of this user", str(directory))
     return directory / "store.sock"
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape")
-    except OSError:
-        if Path("/proc/self/cmdline").exists():
-            return ""
-    shown = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False)  # noqa: S603, S607  fixed words and a number; where ps lies differs
-    return shown.stdout
-
-
-def _wait_for_exit(pid: int, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if not _command_line(pid):  # also of a zombie that its parent has not collected
-            return True
-        time.sleep(POLL_S)
-    return False

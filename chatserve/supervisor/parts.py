@@ -22,6 +22,9 @@ class EmbeddedStoreLike(Protocol):
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
 
+    def watch_room(self) -> str | None:
+        """Look after the room on its disk; a line for a person when something has changed."""
+
 
 class StoreFactory(Protocol):
     def __call__(

@@ -7,7 +7,6 @@ their settings and watched through their exit and the web worker's `/readyz`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -24,8 +23,9 @@ from chatserve.errors import StartupError
 from chatserve.options import check_options
 from chatserve.server.origin import Gate
 from chatserve.supervisor import network, paths
-from chatserve.supervisor.children import Child, Commands, RestartPolicy, describe_exit
+from chatserve.supervisor.children import Child, Commands, RestartPolicy, describe_exit, pause
 from chatserve.supervisor.parts import EmbeddedStoreLike, ResolveModel, StoreFactory, embedded_store, resolve_model
+from chatserve.supervisor.store_keeper import keep_store
 
 _POLL_S: Final = 0.05
 _READY_SLOW_S: Final = 60.0
@@ -145,7 +145,7 @@ class Supervisor:
                 self._web.append(name)
                 tasks.append(asyncio.create_task(self._keep(name, self._commands.web, web)))
             if self._store is not None:
-                tasks.append(asyncio.create_task(self._keep_store(self._store)))
+                tasks.append(asyncio.create_task(keep_store(self._store, self._stopping, self._say)))
             announcing = asyncio.create_task(self._announce(settings, port))
             done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
@@ -249,36 +249,12 @@ class Supervisor:
                 )
             else:
                 self._say(f"the {name} process ended with {how}; starting it again")
-            await self._pause(delay_s)
+            await pause(self._stopping, delay_s)
 
     @staticmethod
     def _early_death(name: str, exit_code: int) -> str:
         hint = "; is there enough memory for the model?" if exit_code == -signal.SIGKILL else ""
         return f"the {name} process ended with {describe_exit(exit_code)} before it was ready{hint}"
-
-    async def _keep_store(self, store: EmbeddedStoreLike) -> None:
-        policy = RestartPolicy()
-        while not self._stopping.is_set():
-            await self._pause(_POLL_S * 4)
-            if self._stopping.is_set() or store.poll() is None:
-                continue
-            delay_s = policy.died(time.monotonic())
-            self._say("the store process ended; starting it again")
-            await self._pause(delay_s)
-            if self._stopping.is_set():
-                return
-            await asyncio.to_thread(store.stop)
-            try:
-                await asyncio.to_thread(store.start)
-            except StartupError as error:
-                # Without a place for the conversations there is nothing to serve, and this line says what to do.
-                raise StartupError(f"the store could not be started again: {error}") from error
-
-    async def _pause(self, delay_s: float) -> None:
-        """Wait, but no longer than until asked to stop."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._stopping.wait()
 
     # --- ending ---
 

@@ -31,6 +31,9 @@ class FakeStore:
     def poll(self) -> int | None:
         return None
 
+    def watch_room(self) -> str | None:
+        return None
+
 
 def main() -> int:
     settings = decode_settings(sys.argv[1], ServeSettings)
