@@ -10,10 +10,10 @@ Keys carry a hash tag of their user, so that one script sees a session and its i
     chatserve:{user}:texts:SID          hash         message id -> text
     chatserve:{user}:tokens:SID         hash         message id -> token ids, packed int32
     chatserve:{user}:order:SID          sorted set   message ids in creation order
-    chatserve:{user}:events:SID         stream       SEQ-0 -> event, the last ones
-    chatserve:{user}:generating:SID     hash         message id -> ATTEMPT.FENCE, place of an empty delta
-    chatserve:{user}:live-text:SID:MID  string       what was appended to `texts` since the message was put
-    chatserve:{user}:live-tokens:SID:MID
+    chatserve:{user}:log:SID            stream       SEQ-0 -> an event, or a chunk of deltas that ends with it: the last
+                                                     ones, and all that unfinished answers consist of
+    chatserve:{user}:tail:SID           string       the chunk of deltas that comes after the log
+    chatserve:{user}:generating:SID     hash         message id -> its state; chunk.lua has it, and the format of chunks
     chatserve:{user}:writes:SID         list         ids and results of the last writes
 
 Of the servers' processes (`workers`):
@@ -35,29 +35,26 @@ What changes here in a way that older programs cannot read raises `SCHEMA` and g
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 import msgspec
 
-from chatserve.chat.events import AnyEvent, GenerationDelta
+from chatserve.chat.events import AnyEvent
 from chatserve.chat.feed import News
+from chatserve.chat.redis_chunks import Chunk, appended, pack_tokens, read_delta_news, unpack_tokens
 from chatserve.chat.store import MessageRecord, SessionRecord, SessionState
-from chatserve.types import MessageId, SessionId, UserId
+from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from chatserve.chat.store import Delta
-
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 
 encode: Final = msgspec.msgpack.encode
 _meta_decoder: Final = msgspec.msgpack.Decoder(MessageRecord)
 _record_decoder: Final = msgspec.msgpack.Decoder(SessionRecord)
 _event_decoder: Final[msgspec.msgpack.Decoder[AnyEvent]] = msgspec.msgpack.Decoder(AnyEvent)
-_place_decoder: Final = msgspec.msgpack.Decoder(tuple[MessageId, int, int, int])
 
 
 class Keys:
@@ -79,10 +76,6 @@ class Keys:
         """The channel of a session's events."""
         return self.of("news:", session)
 
-    def live(self, session: SessionId, message: str = "") -> tuple[bytes, bytes]:
-        """Of a message: its live text and tokens; without one: what their names begin with."""
-        return self.of("live-text:", f"{session}:{message}"), self.of("live-tokens:", f"{session}:{message}")
-
 
 def put_arguments(message: MessageRecord) -> Iterable[bytes | int]:
     """What commit.lua takes of a message."""
@@ -92,48 +85,44 @@ def put_arguments(message: MessageRecord) -> Iterable[bytes | int]:
     yield from (message.text.encode(), pack_tokens(message.token_ids))
 
 
-@lru_cache(maxsize=4096)
-def append_names(user: UserId, session: SessionId, message: MessageId) -> tuple[tuple[bytes, ...], bytes]:
-    """The keys that append.lua takes for a delta of a message, and the channel of its session."""
-    keys = Keys(user)
-    names = keys.session(session, "session", "generating", "events")
-    return names + keys.live(session, message), keys.news(session)
-
-
-def place_of(delta: Delta) -> bytes:
-    """What tells a delta from the others of its session: message, attempt, first token, number of tokens."""
-    return encode((delta.message, delta.attempt, delta.first_token, len(delta.token_ids)))
-
-
 LETTERS: Final = "chatserve:letters:"
 """Before an owner's name: the channel on which it hears letters."""
 
 
-def read_state(seq: int, fence: int, record: bytes, sizes: bytes, body: bytes) -> SessionState:
+def read_state(
+    seq: int, fence: int, record: bytes, sizes: bytes, body: bytes, states: list[bytes], chunks: list[bytes]
+) -> SessionState:
     """From load.lua's reply."""
-    return SessionState(
-        record=_record_decoder.decode(record),
-        seq=seq,
-        fence=fence,
-        messages=tuple(
-            msgspec.structs.replace(_meta_decoder.decode(meta), text=text.decode(), token_ids=_unpack_tokens(token_ids))
-            for meta, text, token_ids in _cut(sizes, body)
-        ),
-    )
+    grown = appended(states, list(map(Chunk, chunks)))
+    messages: list[MessageRecord] = []
+    for packed, text, token_ids in _cut(sizes, body):
+        meta = _meta_decoder.decode(packed)
+        more_text, more_ids = grown.get(meta.message, (b"", b""))
+        whole = (text + more_text).decode(), unpack_tokens(token_ids + more_ids)
+        messages.append(msgspec.structs.replace(meta, text=whole[0], token_ids=whole[1]))
+    return SessionState(record=_record_decoder.decode(record), seq=seq, fence=fence, messages=tuple(messages))
 
 
-def read_events(session: SessionId, first_seq: int, sizes: bytes, body: bytes) -> list[AnyEvent]:
-    """From events.lua's reply."""
-    return [_read_event(session, seq, *parts) for seq, parts in enumerate(_cut(sizes, body), start=first_seq)]
+def read_events(session: SessionId, after: int, sizes: bytes, body: bytes) -> list[AnyEvent]:
+    """From events.lua's reply: all that come after a number."""
+    events: list[AnyEvent] = []
+    for chunk, _, payload in _cut(sizes, body):
+        if chunk:
+            events += Chunk(chunk).events(session, after)
+        else:
+            events.append(_read_event(payload, after + len(events) + 1))
+    return events
 
 
 def read_news(user: UserId, session: SessionId, message: bytes) -> News:
-    """From what commit.lua and append.lua publish."""
+    """From what commit.lua, append.lua and extend.lua publish."""
+    if (delta := read_delta_news(session, message)) is not None:
+        return News(user=user, session=session, events=(delta,))
     first_seq, num_parts = struct.unpack_from("<QI", message)
     start = 12 + 12 * num_parts
     parts = _cut(message[12:start], message[start:])
     request_id, answer, _ = next(parts)
-    events = tuple(_read_event(session, seq, *part) for seq, part in enumerate(parts, start=first_seq))
+    events = tuple(_read_event(payload, seq) for seq, (_, _, payload) in enumerate(parts, start=first_seq))
     return News(user=user, session=session, events=events, request_id=request_id.decode(), answer=answer)
 
 
@@ -148,17 +137,6 @@ def _cut(sizes: bytes, body: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
     assert start == len(body), f"parts of {start} bytes in a body of {len(body)}"
 
 
-def _read_event(session: SessionId, seq: int, place: bytes, text: bytes, payload: bytes) -> AnyEvent:
-    if place:
-        message = _place_decoder.decode(place)[0]
-        return GenerationDelta(session=session, seq=seq, message=message, text=text.decode())
+def _read_event(payload: bytes, seq: int) -> AnyEvent:
     event: AnyEvent = msgspec.structs.replace(_event_decoder.decode(payload), seq=seq)
     return event
-
-
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
-
-
-def _unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // 4}i", packed)

@@ -49,8 +49,10 @@ class Script(msgspec.Struct, frozen=True):
     sha: str
 
     @classmethod
-    def read(cls, name: str) -> Script:
-        text = (files("chatserve.chat") / "lua" / f"{name}.lua").read_bytes()
+    def read(cls, name: str, *before: str) -> Script:
+        """The script of that name in lua/, after others whose functions it calls."""
+        directory = files("chatserve.chat") / "lua"
+        text = b"".join((directory / f"{part}.lua").read_bytes() for part in (*before, name))
         return cls(text, hashlib.sha1(text, usedforsecurity=False).hexdigest())
 
 
@@ -97,16 +99,17 @@ class RedisLink:
         """Call a script that changes nothing and whose reply may be large."""
         return await self._call(what, lambda: _evaluate(self._clients.reader, script, call))
 
-    async def scripts(self, what: str, script: Script, calls: Sequence[Call]) -> list[Any]:
+    async def scripts(self, what: str, calls: Sequence[tuple[Script, Call]]) -> list[Any]:
         """Send all calls in one write and read all replies. A reply may be a `ResponseError` that the script itself
         returned.
         """
 
         async def run() -> list[Any]:
-            replies = await self._pipeline(script, calls)
+            replies = await self._pipeline(calls)
             if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
-                await self._clients.load(script.text)
-                replies = await self._pipeline(script, calls)
+                for script in {script for script, _ in calls}:
+                    await self._clients.load(script.text)
+                replies = await self._pipeline(calls)
             return replies
 
         return await self._call(what, run)
@@ -119,9 +122,9 @@ class RedisLink:
         """A connection for one caller alone, not connected yet, on which nothing may be heard for so long."""
         return await self._clients.feed_connection(silence_s)
 
-    async def _pipeline(self, script: Script, calls: Sequence[Call]) -> list[Any]:
+    async def _pipeline(self, calls: Sequence[tuple[Script, Call]]) -> list[Any]:
         async with self._clients.main.pipeline(transaction=False) as pipeline:
-            for call in calls:
+            for script, call in calls:
                 pipeline.execute_command("EVALSHA", script.sha, len(call.keys), *call.keys, *call.args)
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
         return replies

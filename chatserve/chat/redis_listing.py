@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from contextlib import aclosing
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -27,6 +28,8 @@ SEARCH_SESSIONS: Final = 16
 SEARCH_BYTES: Final = 256 * 1024
 """… and bytes of text of each."""
 
+KEYS_OF_TEXTS: Final = ("order", "texts", "generating", "log", "tail")
+
 _cursor_decoder: Final = msgspec.json.Decoder(tuple[float, SessionId])
 
 
@@ -35,7 +38,11 @@ class SessionListing:
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
-        self._page, self._texts = Script.read("page"), Script.read("texts")
+        self._page, self._titles, self._texts = (
+            Script.read("page"),
+            Script.read("titles"),
+            Script.read("texts", "chunk"),
+        )
 
     async def page(self, user: UserId, limit: int, cursor: str | None, query: str | None) -> SessionPage:
         """See `Store.list_sessions`."""
@@ -76,20 +83,25 @@ class SessionListing:
         while True:
             keys = Keys(user)
             updated_at, last = place
-            args = (keys.of("session:"), keys.of("order:"), size, repr(updated_at).encode(), last.encode())
+            args = (size, repr(updated_at).encode(), last.encode())
             rows = await self._link.script("list sessions", self._page, Call((keys.of("index"),), args))
+            page = [(SessionId(session.decode()), float(changed_at)) for session, changed_at in rows]
+            names = chain.from_iterable(keys.session(session, "session", "order") for session, _ in page)
+            titles = await self._link.script("list titles", self._titles, Call(tuple(names), ())) if page else []
             batch = [
-                SessionSummary(SessionId(row[0].decode()), (row[2] or b"").decode(), float(row[1]), row[3])
-                for row in rows
+                SessionSummary(session, row[0].decode(), changed_at, row[1])
+                for (session, changed_at), row in zip(page, titles, strict=True)
+                if row is not None  # not deleted in between
             ]
             if wanted:
                 matching = await self._matching(user, batch, wanted)
                 yield [summary for summary in batch if summary.session in matching]
             else:
                 yield batch
-            if len(batch) < size:
+            if len(page) < size:
                 return
-            place = batch[-1].updated_at, batch[-1].session
+            last, updated_at = page[-1]
+            place = updated_at, last
 
     async def _matching(self, user: UserId, batch: Sequence[SessionSummary], wanted: str) -> set[SessionId]:
         """The sessions of a batch in whose title or texts `wanted` (casefolded) stands."""
@@ -98,13 +110,10 @@ class SessionListing:
         places = {summary.session: 0 for summary in batch if summary.session not in matching}
         while places:
             calls = [
-                Call(
-                    keys.session(session, "order", "texts", "generating"),
-                    (keys.live(session)[0], place, SEARCH_BYTES),
-                )
+                (self._texts, Call(keys.session(session, *KEYS_OF_TEXTS), (place, SEARCH_BYTES)))
                 for session, place in places.items()
             ]
-            replies = await self._link.scripts("search", self._texts, calls)
+            replies = await self._link.scripts("search", calls)
             for session, reply in zip(tuple(places), replies, strict=True):
                 raise_error(reply)
                 place, *texts = reply

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,7 +24,7 @@ from chatserve.errors import StartupError
 from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from chatserve.chat.redis_link import RedisLink
 
@@ -32,9 +33,11 @@ log = logging.getLogger(__name__)
 KEY: Final = "chatserve:schema"
 _LOCK: Final = "chatserve:schema-lock"
 _LOCK_TTL_S: Final = 30
-"""Whoever migrates renews it after each step of `_USERS_AT_ONCE` users."""
+"""Whoever migrates renews it after each step of `_AT_ONCE` users or sessions."""
 _PAUSE_S: Final = 0.2
-_USERS_AT_ONCE: Final = 500
+_AT_ONCE: Final = 500
+_MARK_TTL_S: Final = 3600
+"""Longer than it takes to measure one user."""
 
 
 _IF_EQUAL: Final = Script.read("if_equal")
@@ -106,53 +109,91 @@ async def _version(link: RedisLink, newest: int) -> int:
     return int(found)
 
 
+async def _users(link: RedisLink, at_once: int) -> AsyncGenerator[list[UserId], None]:
+    """All users, about so many at a time."""
+    cursor = 0
+    while True:
+        next_cursor, names = await link.command("list users", "SSCAN", "chatserve:users", cursor, "COUNT", at_once)
+        yield [UserId(name.decode()) for name in names]
+        cursor = int(next_cursor)
+        if cursor == 0:
+            return
+
+
 async def _leases(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
     """Version 1 had one server at a time, and noted sessions with unfinished answers by user. From version 2 on they
     are noted by the process that may generate them: here one that is dead, so that they are taken over.
     """
     old = owner_name("schema-1", "migrated")
-    cursor = 0
-    while True:
-        next_cursor, names = await link.command(
-            "list users", "SSCAN", "chatserve:users", cursor, "COUNT", _USERS_AT_ONCE
-        )
-        users = [UserId(name.decode()) for name in names]
-        keys = [Keys(user).of("unfinished") for user in users]
-        replies = await link.commands("list unfinished sessions", [("SMEMBERS", key) for key in keys])
-        for user, key, reply in zip(users, keys, replies, strict=True):
-            raise_error(reply)
-            for session in reply:
-                packed = pack_session(user, SessionId(session.decode()))
-                await link.command("note a session", "SADD", "chatserve:workers", old)
-                await link.command("note a session", "SADD", held_key(old), packed)
-            if reply:
-                await link.command("forget a list", "DEL", key)
-        await renew()
-        cursor = int(next_cursor)
-        if cursor == 0:
-            return
+    async with aclosing(_users(link, _AT_ONCE)) as groups:
+        async for users in groups:
+            keys = [Keys(user).of("unfinished") for user in users]
+            replies = await link.commands("list unfinished sessions", [("SMEMBERS", key) for key in keys])
+            for user, key, reply in zip(users, keys, replies, strict=True):
+                raise_error(reply)
+                for session in reply:
+                    packed = pack_session(user, SessionId(session.decode()))
+                    await link.command("note a session", "SADD", "chatserve:workers", old)
+                    await link.command("note a session", "SADD", held_key(old), packed)
+                if reply:
+                    await link.command("forget a list", "DEL", key)
+            await renew()
 
 
 async def _usage(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
     """From version 3 on it is counted what each session takes, and each user."""
+    me = uuid.uuid4().hex.encode()
+    async with aclosing(_users(link, 10)) as groups:
+        async for users in groups:
+            for user in users:
+                await _measure(link, user, me, renew)
+
+
+async def _measure(link: RedisLink, user: UserId, me: bytes, renew: Callable[[], Awaitable[None]]) -> None:
     measure = Script.read("measure")
-    cursor = 0
-    while True:
-        next_cursor, names = await link.command("list users", "SSCAN", "chatserve:users", cursor, "COUNT", 10)
-        for user in (UserId(name.decode()) for name in names):
-            keys, num_bytes, num_generating = Keys(user), 0, 0
-            for session in await link.command("list sessions", "ZRANGE", keys.of("index"), 0, -1):
-                of_session = keys.session(session.decode(), "session", "metas", "texts", "tokens", "generating")
-                took, generating = await link.script("measure a session", measure, Call(of_session, ()))
-                num_bytes, num_generating = num_bytes + took, num_generating + generating
-                await renew()
-            if num_bytes:
-                await renew()
-                usage = ("bytes", num_bytes, "generating", num_generating)
-                await link.command("note what a user has", "HSET", keys.of("usage"), *usage)
-        cursor = int(next_cursor)
-        if cursor == 0:
-            return
+    keys, num_bytes, num_generating = Keys(user), 0, 0
+    # The lock is in another slot than what is written: whoever stands still after renewing it finds the mark another's.
+    mark = keys.of("measuring")
+    await link.command("mark a user", "SET", mark, me, "EX", _MARK_TTL_S)
+    for session in await link.command("list sessions", "ZRANGE", keys.of("index"), 0, -1):
+        of_session = keys.session(session.decode(), "session", "metas", "texts", "tokens", "generating")
+        took, generating = await link.script("measure a session", measure, Call(of_session, ()))
+        num_bytes, num_generating = num_bytes + took, num_generating + generating
+        await renew()
+    if num_bytes:
+        usage = (b"bytes", num_bytes, b"generating", num_generating)
+        call = Call((mark, keys.of("usage")), (me, b"HSET", *usage))
+        if await link.script("note what a user has", _IF_EQUAL, call) is None:
+            raise _LockLostError
+    await link.script("unmark a user", _IF_EQUAL, Call((mark,), (me, b"DEL")))
 
 
-MIGRATIONS: Final = (Migration(1, _leases), Migration(2, _usage))
+async def _chunks(link: RedisLink, renew: Callable[[], Awaitable[None]]) -> None:
+    """Up to version 3 what was appended to an answer lay in two keys of its own, and every delta in a stream of events.
+    That stream goes: whoever resumes gets a snapshot.
+    """
+    async with aclosing(_users(link, 10)) as groups:
+        async for users in groups:
+            for user in users:
+                found = await link.command("list sessions", "ZRANGE", Keys(user).of("index"), 0, -1)
+                for first in range(0, len(found), _AT_ONCE):
+                    await renew()
+                    await _settle(link, user, [session.decode() for session in found[first : first + _AT_ONCE]])
+
+
+async def _settle(link: RedisLink, user: UserId, sessions: Sequence[str]) -> None:
+    settle, keys = Script.read("settle"), Keys(user)
+    commands = [("HKEYS", keys.of("generating:", session)) for session in sessions]
+    replies = await link.commands("list unfinished answers", commands)
+    for session, messages in zip(sessions, replies, strict=True):
+        raise_error(messages)
+        of_session = keys.session(SessionId(session), "session", "generating", "texts", "tokens")
+        for message in messages:
+            name = f"{session}:{message.decode()}"
+            live = keys.of("live-text:", name), keys.of("live-tokens:", name)
+            await link.script("settle an answer", settle, Call((*of_session, keys.of("usage"), *live), (message,)))
+    for reply in await link.commands("drop events", [("UNLINK", keys.of("events:", s)) for s in sessions]):
+        raise_error(reply)
+
+
+MIGRATIONS: Final = (Migration(1, _leases), Migration(2, _usage), Migration(3, _chunks))

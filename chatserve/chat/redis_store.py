@@ -18,14 +18,12 @@ from chatserve.chat.events import AnyEvent
 from chatserve.chat.feed import Feed
 from chatserve.chat.letters import LeaseTaken, encode_letter
 from chatserve.chat.quotas import over_quota
+from chatserve.chat.redis_append import Appender
 from chatserve.chat.redis_feed import RedisFeed
 from chatserve.chat.redis_layout import (
     LETTERS,
     Keys,
-    append_names,
     encode,
-    pack_tokens,
-    place_of,
     put_arguments,
     read_events,
     read_state,
@@ -49,7 +47,7 @@ from chatserve.errors import ConflictError, NotFoundError, StartupError, StoreUn
 from chatserve.types import SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +57,9 @@ REQUEST_TTL_S: Final = 20 * 60
 WRITES_TTL_S: Final = 24 * 3600
 """A write whose reply was lost may be sent again when the store is back, after hours."""
 WRITES_KEPT: Final = 64
-APPENDS_A_CALL: Final = 64
-"""The server does nothing else during a call: these take it well under a millisecond."""
 TOMBSTONE_TTL_S: Final = 24 * 3600
+KEYS_TO_FOLD: Final = ("session", "generating", "log", "tail")
+"""What lua/chunk.lua's `fold` takes."""
 EVENTS_TTL_S: Final = 24 * 3600
 """A session that rests gives its events' memory back; whoever then resumes gets a snapshot."""
 
@@ -116,8 +114,9 @@ class RedisStore:
         self._event_history = event_history
         self._listing = SessionListing(link)
         self._workers = RedisWorkers(link)
-        self._commit, self._append, self._load, self._events, self._acquire, self._release = (
-            Script.read(name) for name in ("commit", "append", "load", "events", "acquire", "release")
+        self._appender = Appender(link, event_history)
+        self._commit, self._load, self._events, self._acquire, self._release = (
+            Script.read(name, "chunk") for name in ("commit", "load", "events", "acquire", "release")
         )
 
     @property
@@ -132,7 +131,7 @@ class RedisStore:
         self, user: UserId, session: SessionId, owner: Owner, *, instead_of: Owner | None = None
     ) -> Lease:
         """See `Store.acquire`."""
-        names = Keys(user).session(session, "session", "generating")
+        names = Keys(user).session(session, *KEYS_TO_FOLD)
         lost = encode_letter(LeaseTaken(user, session))
         args = (owner.encode(), (instead_of or "").encode(), LETTERS.encode(), lost)
         reply = await self._link.script("take over a session", self._acquire, Call(names, args))
@@ -148,7 +147,7 @@ class RedisStore:
 
     async def release(self, user: UserId, session: SessionId, fence: int, *, lost_up_to: int = 0) -> None:
         """See `Store.release`."""
-        names = Keys(user).session(session, "session")
+        names = Keys(user).session(session, *KEYS_TO_FOLD)
         await self._link.script("give a session back", self._release, Call(names, (fence, lost_up_to)))
 
     async def commit(self, change: Transaction) -> Committed:
@@ -181,9 +180,8 @@ class RedisStore:
     def _commit_call(self, change: Transaction) -> Call:
         assert change.record is not None or not change.create, "a new session needs its record"
         keys = Keys(change.user)
-        names = keys.session(
-            change.session, "session", "metas", "texts", "tokens", "order", "events", "generating", "writes"
-        )
+        kinds = ("session", "metas", "texts", "tokens", "order", "log", "tail", "generating", "writes")
+        names = keys.session(change.session, *kinds)
         names += (keys.of("index"), keys.of("usage"))
         request_id, digest, answer = b"", b"", b""
         if change.idempotency is not None:
@@ -195,15 +193,15 @@ class RedisStore:
             record, title, updated_at = encode(change.record), change.record.title.encode(), change.record.updated_at
         # Without an id of the caller's it still needs one: a retry of ours must not double it.
         write_id = change.write_id or uuid.uuid4().hex
-        args: list[bytes | int | float] = [*keys.live(change.session), change.session.encode(), write_id.encode()]
+        puts = [tuple(put_arguments(message)) for message in change.puts]
+        num_bytes = len(record) + sum(len(part) for put in puts for part in put[3:] if isinstance(part, bytes))
+        args: list[bytes | int | float] = [change.seq, num_bytes, change.session.encode(), write_id.encode()]
         args += [int(change.create), int(change.delete), record, title, repr(updated_at).encode(), digest, answer]
         args += [self._event_history, EVENTS_TTL_S, REQUEST_TTL_S, WRITES_TTL_S, TOMBSTONE_TTL_S, WRITES_KEPT]
         args += [change.fence, change.owner.encode(), keys.news(change.session), request_id]
-        args += [keys.of("list"), change.announcement, change.seq]
+        args += [keys.of("list"), change.announcement]
         quota = change.quota
         args += [-1 if most is None else most for most in (quota.sessions, quota.stored_bytes, quota.generations)]
-        puts = [tuple(put_arguments(message)) for message in change.puts]
-        args += [len(record) + sum(len(part) for put in puts for part in put[3:] if isinstance(part, bytes))]
         args += [len(change.deletes), *(message.encode() for message in change.deletes)]
         args += [len(puts), *itertools.chain.from_iterable(puts)]
         args += [len(change.events), *map(encode, change.events)]
@@ -211,39 +209,7 @@ class RedisStore:
 
     async def append(self, deltas: Sequence[Delta]) -> list[int | None]:
         """See `Store.append`."""
-        if not deltas:
-            return []
-        calls = [self._append_call(part) for part in self._parts(deltas)]
-        replies = await self._link.scripts("append text", self._append, calls)
-        for reply in replies:
-            raise_error(reply)
-        seqs = itertools.chain.from_iterable(replies)
-        return [_append_result(delta, seq) for delta, seq in zip(deltas, seqs, strict=True)]
-
-    def _parts(self, deltas: Sequence[Delta]) -> Iterator[Sequence[Delta]]:
-        """Deltas in order, as many together as one call may have."""
-        if self._link.is_cluster:
-            for _, of_one_user in itertools.groupby(deltas, key=lambda delta: delta.user):
-                yield from _chunks(list(of_one_user))
-        else:
-            yield from _chunks(deltas)
-
-    def _append_call(self, deltas: Sequence[Delta]) -> Call:
-        names: list[bytes] = []
-        args: list[bytes | int | float] = [self._event_history]
-        for delta in deltas:
-            keys, channel = append_names(delta.user, delta.session, delta.message)
-            names += keys
-            args += (
-                delta.message.encode(),
-                f"{delta.attempt}.{delta.fence}".encode(),
-                delta.first_token,
-                place_of(delta),
-                delta.text.encode(),
-                pack_tokens(delta.token_ids),
-                channel,
-            )
-        return Call(tuple(names), tuple(args))
+        return await self._appender.append(deltas) if deltas else []
 
     async def answer(self, user: UserId, request_id: str) -> tuple[str, bytes] | None:
         """See `Store.answer`."""
@@ -254,17 +220,17 @@ class RedisStore:
     async def load(self, user: UserId, session: SessionId) -> SessionState | None:
         """See `Store.load`."""
         keys = Keys(user)
-        names = keys.session(session, "session", "metas", "texts", "tokens", "order", "generating")
-        reply = await self._link.read("read a session", self._load, Call(names, keys.live(session)))
+        names = keys.session(session, "session", "metas", "texts", "tokens", "order", "generating", "log", "tail")
+        reply = await self._link.read("read a session", self._load, Call(names, ()))
         return None if reply is None else read_state(*reply)
 
     async def events(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
         """See `Store.events`."""
         if after < 0:
             return None
-        names = Keys(user).session(session, "session", "events")
+        names = Keys(user).session(session, "session", "log", "tail")
         reply = await self._link.read("read events", self._events, Call(names, (after,)))
-        return None if reply is None else read_events(session, after + 1, *reply)
+        return None if reply is None else read_events(session, after, *reply)
 
     async def list_sessions(self, user: UserId, limit: int, cursor: str | None, query: str | None) -> SessionPage:
         """See `Store.list_sessions`."""
@@ -295,14 +261,3 @@ class RedisStore:
     async def close(self) -> None:
         """Wait for what is being written, then close the connections."""
         await self._link.close()
-
-
-def _chunks(deltas: Sequence[Delta]) -> Iterator[Sequence[Delta]]:
-    return (deltas[start : start + APPENDS_A_CALL] for start in range(0, len(deltas), APPENDS_A_CALL))
-
-
-def _append_result(delta: Delta, seq: int) -> int | None:
-    if seq < 0:
-        # The store went back, or it is a bug of ours; but one message's: the other deltas of the step are written.
-        logger.error("message %s: a delta does not follow what the store has", delta.message)
-    return seq if seq > 0 else None

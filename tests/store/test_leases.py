@@ -283,11 +283,13 @@ async def test_a_store_of_version_1_is_brought_up_to_date_with_its_unfinished_an
 ) -> None:
     store = await open_store(own_server.url, event_history=10)
     await store.commit(create(user, SESSION, generating("m1")))
-    await store.append([delta(user, "m1", 0, "kept ")])
     await store.close()
     with own_server._client() as client:  # as version 1 left it
         client.set("chatserve:schema", 1)
         client.sadd(Keys(user).of("unfinished"), SESSION)
+        client.hset(Keys(user).session(SESSION, "session")[0], "seq", 1)
+        client.set(Keys(user).of("live-text:", f"{SESSION}:m1"), "kept ")
+        client.set(Keys(user).of("live-tokens:", f"{SESSION}:m1"), b"\0\0\0\0")
         client.hset(Keys(user).session(SESSION, "generating")[0], "m1", "0 0")
     one, two = await asyncio.gather(*(open_store(own_server.url, event_history=10) for _ in range(2)))
     (dead,) = await one.workers.known()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -443,6 +444,26 @@ async def test_paging_is_stable_while_sessions_come_go_and_move(store: RedisStor
     await store.commit(change(user, moved, record=record(user, moved, updated_at=100.0)))
     rest = await store.list_sessions(user, 100, first.cursor, None)
     assert [s.session for s in rest.sessions] == [f"s{i:02}" for i in range(11, -1, -1) if i != 5]
+    assert rest.cursor is None
+
+
+async def test_a_session_that_is_deleted_while_a_page_is_read_is_left_out_and_no_other(
+    store: RedisStore, user: UserId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(6):
+        await store.commit(create(user, SessionId(f"s{i}"), updated_at=float(i)))
+    run = store._link.script
+
+    async def script(what: str, *args: Any) -> Any:
+        if what == "list titles":
+            await store.commit(change(user, SessionId("s3"), delete=True))
+            monkeypatch.undo()
+        return await run(what, *args)
+
+    monkeypatch.setattr(store._link, "script", script)
+    first = await store.list_sessions(user, 3, None, None)
+    rest = await store.list_sessions(user, 3, first.cursor, None)
+    assert [s.session for s in (*first.sessions, *rest.sessions)] == ["s5", "s4", "s2", "s1", "s0"]
     assert rest.cursor is None
 
 

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from chatserve.chat import redis_append
 from chatserve.chat.events import AnyEvent, BranchSelected, MessageUpdated, SessionUpdated
 from chatserve.chat.quotas import Quota
 from chatserve.chat.redis_layout import Keys
@@ -212,6 +213,27 @@ class StoreMachine(RuleBasedStateMachine):
         numbers = self.both(lambda store: store.append(step))
         self.appended += [delta for delta, seq in zip(step, numbers, strict=True) if seq is not None]
 
+    @rule(num_steps=st.integers(1, 8), num_tokens=st.integers(1, 2), text=texts)
+    def stream(self, num_steps: int, num_tokens: int, text: str) -> None:
+        """Each session's first answer goes on, as long as nothing else happens."""
+        for _ in range(num_steps):
+            step = [
+                Delta(
+                    user=self.user,
+                    session=session,
+                    message=next(iter(found.live)),
+                    attempt=next(iter(found.live.values()))[0],
+                    first_token=next(iter(found.live.values()))[1],
+                    token_ids=tuple(range(num_tokens)),
+                    text=text,
+                    fence=found.fence,
+                )
+                for (_, session), found in self.model._sessions.items()
+                if found.live
+            ]
+            assert None not in self.both(lambda store, step=step: store.append(step))
+            self.appended += step
+
     @precondition(lambda self: self.appended)
     @rule(data=st.data())
     def retry_deltas_that_were_appended(self, data: st.DataObject) -> None:
@@ -275,7 +297,8 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(300)
-def test_the_store_equals_its_model(server: EmbeddedStore) -> None:
+def test_the_store_equals_its_model(server: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_append, "MAX_TAIL_DELTAS", 5)
     machine = type("Machine", (StoreMachine,), {"server": server})
     run_state_machine_as_test(
         machine,

@@ -28,8 +28,8 @@ _QUIET_S: Final = 60.0
 """How long what was running may take to be gone."""
 _ALARMS: Final = ("Traceback (most recent call last)", " CRITICAL ", "has crashed", "failed after its ack")
 _KEY: Final = re.compile(r"chatserve:\{[^}]+\}:(?P<kind>[a-z-]+)(?::(?P<session>[^:]+))?(?::.*)?")
-_OF_SESSION: Final = {"session", "metas", "texts", "tokens", "order", "events", "writes"}
-_ONLY_WHILE_GENERATING: Final = {"generating", "live-text", "live-tokens"}
+_OF_SESSION: Final = {"session", "metas", "texts", "tokens", "order", "log", "writes"}
+_ONLY_WHILE_GENERATING: Final = {"generating", "tail"}
 _OF_USER: Final = {"index", "usage"}
 _OF_ALL: Final = {"chatserve:schema", "chatserve:users", "chatserve:workers"}
 

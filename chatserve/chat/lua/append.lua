@@ -1,26 +1,37 @@
--- Append deltas to messages that are being generated. Each costs what is new, never what is there; many in one call,
--- because a call costs as much as several of them.
+-- Append deltas to messages that are being generated, whatever has happened to their sessions. Each costs what is new,
+-- never what is there; many in one call, because a call costs as much as several of them.
 --
--- KEYS  for each delta: session, generating, events, live text, live tokens
+-- KEYS  for each delta: session, generating, log, tail
 -- ARGV  1 event history
---       then for each delta: message id, ATTEMPT.FENCE, first token, place (message, attempt, first token, number of
---       tokens), text, tokens, session channel
--- Returns for each delta its event's seq; 0 where the message is no longer generated under this attempt and fence; -1
--- where its place is taken by another one, or does not follow what is there.
+--       2 MessagePack: for each delta length and name as in a chunk's head, first token, number of tokens, text, token ids,
+--         channel
+-- Returns for each delta its event's seq as int64; 0 where the message is no longer generated under this attempt and fence;
+-- -1 where its place is taken by another one, or does not follow what is there.
 
 local call, pack = redis.call, struct.pack
-local history = ARGV[1]
-local results = {}
+local history = tonumber(ARGV[1])
 
--- The seq of the delta with this place and text, or -1. It is near the end: the last write was not answered.
-local function seq_of(events, place, text)
+-- The seq of the delta at this place with this text, or -1. It is near the end: the last write was not answered.
+local function find(log, since, attempt, message, first_token, num_tokens, text)
+  attempt = string.match(attempt, '^%d+')
   local last, count = '+', 16
   while true do
-    local entries = call('XREVRANGE', events, last, '-', 'COUNT', count)
+    local entries = call('XREVRANGE', log, last, id_of(since), 'COUNT', count)
     for _, entry in ipairs(entries) do
-      local fields = entry[2]
-      if fields[1] == 'delta' and fields[2] == place and fields[4] == text then
-        return tonumber(string.match(entry[1], '^%d+'))
+      local kind, chunk = unpack(entry[2])
+      local its_attempt, its_message, start, stop
+      if kind == 'deltas' then
+        _, its_attempt, its_message, start = head_of(chunk)
+        stop = #chunk
+      end
+      if its_message == message and string.match(its_attempt, '^%d+') == attempt then
+        while stop >= start do
+          local seq, first, num, size = delta_before(chunk, stop)
+          stop = stop - TRAILER - 4 * num - size
+          if first == first_token and num == num_tokens then
+            return string.sub(chunk, stop + 1, stop + size) == text and seq or -1
+          end
+        end
       end
     end
     if #entries < count then
@@ -30,39 +41,38 @@ local function seq_of(events, place, text)
   end
 end
 
-for i = 1, #KEYS / 5 do
-  local key, arg = 5 * i - 5, 7 * i - 6
-  local session, generating, events = KEYS[key + 1], KEYS[key + 2], KEYS[key + 3]
-  local message, attempt, first_token = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3]
-  local place, text, tokens = ARGV[arg + 4], ARGV[arg + 5], ARGV[arg + 6]
+local results = {}
+for i, delta in ipairs(cmsgpack.unpack(ARGV[2])) do
+  local session, generating, log, tail = unpack(KEYS, 4 * i - 3, 4 * i)
+  local name, first_token, num_tokens, text, tokens, channel = unpack(delta)
+  local attempt, message = string.match(string.sub(name, 3), '^(%S+) (.*)$')
 
+  fold(session, generating, log, tail)
   local growing = call('HGET', generating, message)
-  local its_attempt, last_empty
+  local its_attempt, has_tokens, last_empty, since
   if growing then
-    its_attempt, last_empty = string.match(growing, '^(%S+) (-?%d+)$')
+    its_attempt, has_tokens, last_empty, since = string.match(growing, '^(%S+) (%d+) (-?%d+) (%d+)$')
+    has_tokens, last_empty = tonumber(has_tokens), tonumber(last_empty)
   end
-  local num_tokens = growing and call('STRLEN', KEYS[key + 5]) / 4
-  local first = tonumber(first_token)
+  local seq
   if its_attempt ~= attempt then
-    results[i] = 0
-  elseif first < num_tokens or (tokens == '' and last_empty == first_token) then
-    results[i] = seq_of(events, place, text) -- a repeat
-  elseif first > num_tokens then
-    results[i] = -1
+    seq = 0
+  elseif first_token < has_tokens or (num_tokens == 0 and last_empty == first_token) then
+    seq = find(log, since, attempt, message, first_token, num_tokens, text) -- a repeat
+  elseif first_token > has_tokens then
+    seq = -1
   else
-    local seq = call('HINCRBY', session, 'seq', 1)
-    call('XADD', events, 'MAXLEN', '~', history, string.format('%.0f-0', seq), 'delta', place, 'text', text)
-    if text ~= '' then
-      call('APPEND', KEYS[key + 4], text)
+    seq = tonumber(call('HGET', session, 'seq')) + 1
+    local chunk = pack('<I8', seq) .. name .. text .. tokens .. pack('<I8I4I4I4', seq, first_token, num_tokens, #text)
+    call('SET', tail, chunk)
+    if num_tokens == 0 then
+      local noted = string.format('%s %.0f %.0f %s', attempt, first_token, first_token, since)
+      call('HSET', generating, message, noted)
+      fold(session, generating, log, tail) -- nothing in a tail tells two deltas without tokens apart
     end
-    if tokens ~= '' then
-      call('APPEND', KEYS[key + 5], tokens)
-    else
-      call('HSET', generating, message, attempt .. ' ' .. first_token)
-    end
-    -- As commit.lua has it.
-    call('PUBLISH', ARGV[arg + 7], pack('<I8I4I4I4I4I4I4I4', seq, 2, 0, 0, 0, #place, #text, 0) .. place .. text)
-    results[i] = seq
+    trim(log, generating, seq, history)
+    call('PUBLISH', channel, pack('<I8I4', seq, 0) .. name .. text)
   end
+  results[i] = pack('<i8', seq)
 end
-return results
+return table.concat(results)

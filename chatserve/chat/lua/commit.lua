@@ -1,23 +1,22 @@
 -- One atomic change of one session, with its event numbers. Every precondition stands before the first write, because a
 -- script that fails halfway is not undone.
 --
--- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 events  7 generating  8 writes  9 index
---       10 usage  11 request (only where the change answers a client's request)
--- ARGV  1 live text prefix  2 live tokens prefix  3 session id  4 write id  5 create  6 delete
+-- KEYS  1 session  2 metas  3 texts  4 tokens  5 order  6 log  7 tail  8 generating  9 writes  10 index
+--       11 usage  12 request (only where the change answers a client's request)
+-- ARGV  1 seq that the writer knows  2 bytes of this change  3 session id  4 write id  5 create  6 delete
 --       7 record ('' keeps it)  8 title  9 updated_at  10 digest  11 answer
---       12 event history  13 event ttl  14 request ttl  15 writes ttl  16 tombstone ttl  17 writes kept   (ttls in seconds)
+--       12 event history  13 log ttl  14 request ttl  15 writes ttl  16 tombstone ttl  17 writes kept   (ttls in seconds)
 --       18 fence  19 owner (of a session to create)  20 session channel  21 request id  22 user channel  23 announcement
---       24 seq that the writer knows
---       25 most sessions  26 most bytes  27 most generations of the user (-1: any)  28 bytes of this change
---       29 number of deletes, then each message id
+--       24 most sessions  25 most bytes  26 most generations of the user (-1: any)
+--       27 number of deletes, then each message id
 --       then number of puts, each: message id, '1' if generating, attempt, meta, text, tokens
 --       then number of events, each its payload
 -- Returns {'ok', first seq} | {'done', answer} | {'conflict'} | {'exists'} | {'deleted'} | {'missing'} | {'fenced'}
 --         | {'quota', which, used}
 
-local session, metas, texts, tokens, order, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local generating, writes, index, usage, request = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local live_texts, live_tokens, id, write_id = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local session, metas, texts, tokens, order, log = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local tail, generating, writes, index, usage, request = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
+local id, write_id = ARGV[3], ARGV[4]
 local create, delete, record, fence = ARGV[5] == '1', ARGV[6] == '1', ARGV[7], ARGV[18]
 
 -- A retry of this very write gets its first result: this comes before the request's own answer, whose receiver would
@@ -38,13 +37,14 @@ if request then
   end
 end
 local state = redis.call('HMGET', session, 'seq', 'deleted', 'fence')
+local last_seq = seq_of(state[1], redis.call('GET', tail))
 if state[2] then
   return {'deleted'}
 elseif create and state[1] then
   return {'exists'}
 elseif not create and not state[1] then
   return {'missing'}
-elseif not create and ((state[3] or '0') ~= fence or tonumber(state[1]) < tonumber(ARGV[24])) then
+elseif not create and ((state[3] or '0') ~= fence or last_seq < tonumber(ARGV[1])) then
   return {'fenced'}
 end
 
@@ -54,11 +54,11 @@ local function over(number, used)
 end
 local used = redis.call('HMGET', usage, 'bytes', 'generating')
 local num_sessions, num_bytes = redis.call('ZCARD', index), tonumber(used[1] or 0)
-if create and over(25, num_sessions + 1) then
+if create and over(24, num_sessions + 1) then
   return {'quota', 'sessions', num_sessions}
-elseif over(26, num_bytes + tonumber(ARGV[28])) then
+elseif over(25, num_bytes + tonumber(ARGV[2])) then
   return {'quota', 'bytes', num_bytes}
-elseif over(27, tonumber(used[2] or 0) + 1) then
+elseif over(26, tonumber(used[2] or 0) + 1) then
   return {'quota', 'generations', tonumber(used[2] or 0)}
 end
 
@@ -72,12 +72,6 @@ local function size_of(message)
 end
 local grown, num_generating = 0, redis.call('HLEN', generating)
 
-local function forget_live(message)
-  if redis.call('HDEL', generating, message) == 1 then
-    redis.call('UNLINK', live_texts .. message, live_tokens .. message)
-  end
-end
-
 local function set_or_clear(key, field, value)
   if value == '' then
     redis.call('HDEL', key, field)
@@ -86,13 +80,14 @@ local function set_or_clear(key, field, value)
   end
 end
 
-local at = 28
+local at = 26
 local function take()
   at = at + 1
   return ARGV[at]
 end
 
-local first_seq = tonumber(state[1] or 0) + 1
+local first_seq = last_seq + 1
+fold(session, generating, log, tail)
 
 if create and ARGV[19] ~= '' then
   redis.call('HSET', session, 'owner', ARGV[19], 'fence', fence)
@@ -106,7 +101,7 @@ end
 for _ = 1, tonumber(take()) do
   local message = take()
   grown = grown - size_of(message)
-  forget_live(message)
+  redis.call('HDEL', generating, message)
   redis.call('HDEL', metas, message)
   redis.call('HDEL', texts, message)
   redis.call('HDEL', tokens, message)
@@ -121,11 +116,11 @@ for _ = 1, tonumber(take()) do
   end
   local growing = is_generating and redis.call('HGET', generating, message)
   if not growing or string.match(growing, '^%d+') ~= attempt then
-    forget_live(message)
+    redis.call('HDEL', generating, message)
     set_or_clear(texts, message, text)
     set_or_clear(tokens, message, token_ids)
     if is_generating then
-      redis.call('HSET', generating, message, attempt .. '.' .. fence .. ' -1')
+      redis.call('HSET', generating, message, string.format('%s.%s 0 -1 %.0f', attempt, fence, first_seq))
     end
   end
   grown = grown + size_of(message)
@@ -141,19 +136,20 @@ end
 local grown_to = redis.call('HINCRBY', session, 'bytes', grown)
 if delete then
   grown = grown - grown_to
-  for _, message in ipairs(redis.call('HKEYS', generating)) do
-    redis.call('UNLINK', live_texts .. message, live_tokens .. message)
-  end
-  redis.call('UNLINK', session, metas, texts, tokens, order, events, generating)
+  redis.call('UNLINK', session, metas, texts, tokens, order, log, generating)
   redis.call('ZREM', index, id)
   redis.call('HSET', session, 'deleted', '1', 'seq', seq)
   redis.call('EXPIRE', session, ARGV[16])
 else
   for i, payload in ipairs(payloads) do
-    local number = string.format('%.0f-0', first_seq + i - 1)
-    redis.call('XADD', events, 'MAXLEN', '~', ARGV[12], number, 'event', payload)
+    redis.call('XADD', log, id_of(first_seq + i - 1), 'event', payload)
   end
-  redis.call('EXPIRE', events, ARGV[13])
+  trim(log, generating, seq, tonumber(ARGV[12]))
+  if redis.call('EXISTS', generating) == 1 then
+    redis.call('PERSIST', log) -- it has the text of unfinished answers
+  else
+    redis.call('EXPIRE', log, ARGV[13])
+  end
 end
 
 redis.call('HINCRBY', usage, 'bytes', grown)

@@ -2,11 +2,10 @@
 -- hides a session that stays where it is nor shows it twice.
 --
 -- KEYS  1 index
--- ARGV  1 session key prefix  2 order key prefix  3 limit  4 updated_at of the last session seen ('+inf' at the start)
---       5 its id
--- Returns a list of {session id, updated_at, title, number of messages}.
+-- ARGV  1 limit  2 updated_at of the last session seen ('+inf' at the start)  3 its id
+-- Returns a list of {session id, updated_at}.
 
-local limit = tonumber(ARGV[3])
+local limit = tonumber(ARGV[1])
 
 -- As the server sorts members. Lua's own `<` on strings follows the server's locale.
 local function sorts_before(a, b)
@@ -21,12 +20,11 @@ end
 
 local page, offset = {}, 0
 while true do
-  local found = redis.call('ZREVRANGEBYSCORE', KEYS[1], ARGV[4], '-inf', 'WITHSCORES', 'LIMIT', offset, limit)
+  local found = redis.call('ZREVRANGEBYSCORE', KEYS[1], ARGV[2], '-inf', 'WITHSCORES', 'LIMIT', offset, limit)
   for i = 1, #found, 2 do
     local id, updated_at = found[i], found[i + 1]
-    if tonumber(updated_at) ~= tonumber(ARGV[4]) or sorts_before(id, ARGV[5]) then
-      local title = redis.call('HGET', ARGV[1] .. id, 'title')
-      table.insert(page, {id, updated_at, title, redis.call('ZCARD', ARGV[2] .. id)})
+    if tonumber(updated_at) ~= tonumber(ARGV[2]) or sorts_before(id, ARGV[3]) then
+      table.insert(page, {id, updated_at})
       if #page == limit then
         return page
       end
