@@ -3,8 +3,9 @@
 Owns `data_dir/store` (log, append-only file, pid file) and the socket. Knows nothing of what is kept there.
 The caller holds a lock on the data directory: two servers on one append-only file would destroy it.
 
-The server writes the append-only file before it replies, so what was acknowledged survives the death of any process.
-`watch_room` keeps it so when the disk fills up: it has the server refuse writes while there is still room for them.
+The server writes the append-only file before it replies, so what was acknowledged survives the death of any process;
+`append_sync` forces it to the disk. `watch_room` keeps it so when the disk fills up: it has the server refuse writes
+while there is still room for them.
 Its life is tied to its parent's by a pipe, on every Unix and from any thread: a shell waits at the other end and ends
 the server (as a normal shutdown) when the parent is gone, however it went. A server left over from a killed run is
 therefore on its way out, and `start()` sees it out before it starts another; it is not adopted.
@@ -31,6 +32,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from chatserve.errors import StartupError
+from chatserve.supervisor.append_sync import AppendSync
 from chatserve.supervisor.left_over import command_line, wait_for_exit
 from chatserve.supervisor.store_advice import advise_os_error, explain_log
 from chatserve.supervisor.store_room import StoreRoom
@@ -51,6 +53,7 @@ _TIED_TO_PARENT: Final = (
     'exec 3<&0; { read -r _ <&3 || kill -TERM "$$"; } 2>/dev/null & exec 3<&- </dev/null; exec "$0" "$@"'
 )
 
+_APPEND_DIRECTORY: Final = "appendonlydir"
 _OPTIONS: Final = {
     "port": "0",
     "unixsocketperm": "600",
@@ -60,6 +63,7 @@ _OPTIONS: Final = {
     "databases": "1",
     "save": "",
     "appendonly": "yes",
+    "appenddirname": _APPEND_DIRECTORY,
     "aof-load-truncated": "yes",
     "auto-aof-rewrite-percentage": "100",
     "auto-aof-rewrite-min-size": "64mb",
@@ -88,6 +92,8 @@ class EmbeddedStore:
         self.socket_path = self._wanted_socket
         self._pid_file = self.directory / "store.pid"
         self._fsync = fsync
+        """`everysec`: at least once a second; `always`: before each reply."""
+        self._append_sync = AppendSync(self.directory / _APPEND_DIRECTORY)
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
         self._room = StoreRoom(self.directory)
@@ -159,12 +165,15 @@ class EmbeddedStore:
         except BaseException:
             self.stop()
             raise
+        if self._fsync == "everysec":
+            self._append_sync.start()
 
     def stop(self) -> None:
         """End the server, everything on disk. Does nothing where none runs."""
         process, self._process = self._process, None
         if process is None:
             return
+        self._append_sync.stop()
         self._room.give_up()  # whatever it has not been able to write, it writes now
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -193,7 +202,7 @@ class EmbeddedStore:
             "unixsocket": str(self.socket_path),
             "dir": str(self.directory),
             "pidfile": str(self._pid_file),
-            "appendfsync": self._fsync,
+            "appendfsync": "always" if self._fsync == "always" else "no",
             "min-replicas-to-write": str(int(self._refuses)),
         }
         return [word for name, value in options.items() for word in (f"--{name}", value)]

@@ -90,7 +90,8 @@ def test_data_survive_a_stop_and_nothing_else_is_left(make: Callable[..., Embedd
         opened.set("k", "\0")
         assert opened.config_get("port")["port"] == "0"
         assert opened.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
-        assert opened.config_get("appendfsync")["appendfsync"] == "everysec"
+        # `everysec` would hold writes back while the disk is busy, and acknowledge them: a SIGKILL then loses them.
+        assert opened.config_get("appendfsync")["appendfsync"] == "no"
     pid = store.pid
     assert pid is not None
     assert store.poll() is None
