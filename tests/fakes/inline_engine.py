@@ -36,8 +36,10 @@ class InlineEngineClient:
 
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
-        self._known = engine is not None
+        self._known = asyncio.Event()
         """Whether the consumer knows of this engine, as `EngineClient` wants it."""
+        if engine is not None:
+            self._known.set()
         self._events: asyncio.Queue[tuple[EngineEvent, Engine | None] | None] = asyncio.Queue()
         self._work = asyncio.Event()
         self._running = asyncio.Event()
@@ -50,7 +52,7 @@ class InlineEngineClient:
 
     @property
     def info(self) -> EngineInfo | None:
-        return self.engine.info if self.engine is not None and self._known else None
+        return self.engine.info if self.engine is not None and self._known.is_set() else None
 
     async def connect(self, timeout_s: float = 1.0) -> None:
         if self.engine is None:
@@ -94,7 +96,7 @@ class InlineEngineClient:
         while (item := await self._events.get()) is not None:
             event, engine = item
             if isinstance(event, Hello) and engine is self.engine:
-                self._known = True
+                self._known.set()
             yield event
 
     # --- what a test may do -------------------------------------------------------------------------------------------
@@ -119,12 +121,16 @@ class InlineEngineClient:
         """The engine dies, and with it all that it had to say."""
         assert self.engine is not None
         self.engine = None
-        self._known = False
+        self._known.clear()
         self._events.put_nowait((EngineDown(), None))
         for drain in self._drains:
             if not drain.done():
                 drain.set_exception(EngineUnavailableError("killed"))
         self._drains.clear()
+
+    async def taken(self) -> None:
+        """Until the consumer has been told of the engine that is there, and may talk to it."""
+        await self._known.wait()
 
     def revive(self, engine: Engine) -> None:
         """A new engine, of another epoch, takes its place."""
@@ -136,7 +142,7 @@ class InlineEngineClient:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _up(self) -> Engine:
-        if self.engine is None or not self._known:
+        if self.engine is None or not self._known.is_set():
             raise EngineUnavailableError("down")
         return self.engine
 

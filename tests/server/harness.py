@@ -114,15 +114,22 @@ class Pace:
         self.delay_s = delay_s
         self.budget: int | None = None
         self.client: InlineEngineClient | None = None
+        self._spent = asyncio.Event()
 
     def allow(self, num_steps: int) -> None:
         """Let the engine make so many more steps, and then hold it."""
         assert self.client is not None
         self.budget = num_steps
         if num_steps:
+            self._spent.clear()
             self.client.resume()
         else:
+            self._spent.set()
             self.client.pause()
+
+    async def spent(self) -> None:
+        """Until the engine has come to the last step that it was allowed."""
+        await self._spent.wait()
 
     def release(self) -> None:
         """Let it run."""
@@ -137,6 +144,7 @@ class Pace:
             self.budget -= 1
             if self.budget <= 0:
                 client.pause()
+                self._spent.set()
         elif self.delay_s:
             client.pause()
             asyncio.get_running_loop().call_later(self.delay_s, client.resume)

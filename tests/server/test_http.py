@@ -32,12 +32,6 @@ CYCLE = json.dumps(
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with running_server() as running:
-        yield running
-
-
-@pytest.fixture
 async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
         yield client

@@ -11,16 +11,11 @@ import httpx
 import openai
 import pytest
 
+from chatserve.types import RequestId
 from tests.server.harness import Server, running_server
 from tests.server.tiny import ends_after
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with running_server() as running:
-        yield running
 
 
 @pytest.fixture
@@ -197,14 +192,21 @@ async def test_an_engine_that_is_away_is_503(server: Server, client: openai.Asyn
         assert failed.value.status_code == 503
         assert failed.value.code == "engine_unavailable"
     server.engine.replace()
-    async with asyncio.timeout(5):
-        while server.engine.info is None:  # noqa: ASYNC110 - the client tells nobody
-            await asyncio.sleep(0.005)
+    await asyncio.wait_for(server.engine.taken(), 5)
     assert await client.chat.completions.create(model="fake", messages=HELLO, max_tokens=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_hangs_up_cancels_its_generation(server: Server, stream: bool) -> None:
+async def test_a_client_that_hangs_up_cancels_its_generation(
+    server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    cancelled, cancel = asyncio.Event(), server.engine.cancel
+
+    def tell_and_cancel(request_id: RequestId, keep: int | None = None) -> None:
+        cancel(request_id, keep)
+        cancelled.set()
+
+    monkeypatch.setattr(server.engine, "cancel", tell_and_cancel)
     server.engine.pace.allow(4)
     body = json.dumps({"model": "fake", "messages": HELLO, "stream": stream}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -214,21 +216,16 @@ async def test_a_client_that_hangs_up_cancels_its_generation(server: Server, str
     )
     if stream:
         await reader.readuntil(b'"delta":{"content":')
-    else:
-        await running_becomes(server, 1)
+    await asyncio.wait_for(server.engine.pace.spent(), 5)
+    assert (await server.engine.inspect()).running == 1
     writer.close()
     server.engine.pace.allow(50)
-    await running_becomes(server, 0)
+    await asyncio.wait_for(cancelled.wait(), 5)
     report = await server.engine.inspect()
+    assert report.running == 0
     assert report.device.pinned == 0
     assert report.counters["output_tokens"] < 60
     server.context.service.check()
-
-
-async def running_becomes(server: Server, wanted: int) -> None:
-    async with asyncio.timeout(5):
-        while (await server.engine.inspect()).running != wanted:  # noqa: ASYNC110 - the engine tells nobody
-            await asyncio.sleep(0.005)
 
 
 async def test_the_model_is_listed(client: openai.AsyncOpenAI) -> None:

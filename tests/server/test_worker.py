@@ -44,19 +44,24 @@ def free_port() -> int:
         return port
 
 
-def settings_for(tmp_path: Path, redis_url: str, **serve: Any) -> WebSettings:
+def settings_for(tmp_path: Path, redis_url: str, *, listen_fd: int | None = None, **serve: Any) -> WebSettings:
     serve = {"data_dir": tmp_path, "cache_dir": tmp_path, "port": free_port(), **serve}
     return WebSettings(
         serve=ServeSettings(**serve),
         model_dir=tiny_model_dir(),
         engine_socket=tmp_path / "engine.sock",
         redis_url=redis_url,
+        listen_fd=listen_fd,
     )
+
+
+def inherited(settings: WebSettings) -> tuple[int, ...]:
+    return () if settings.listen_fd is None else (settings.listen_fd,)
 
 
 @contextlib.asynccontextmanager
 async def worker(settings: WebSettings | str) -> AsyncIterator[asyncio.subprocess.Process]:
-    text = settings if isinstance(settings, str) else encode_settings(settings)
+    text, fds = (settings, ()) if isinstance(settings, str) else (encode_settings(settings), inherited(settings))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -66,6 +71,7 @@ async def worker(settings: WebSettings | str) -> AsyncIterator[asyncio.subproces
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        pass_fds=fds,
     )
     try:
         yield process
@@ -73,15 +79,6 @@ async def worker(settings: WebSettings | str) -> AsyncIterator[asyncio.subproces
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-async def is_up(settings: WebSettings) -> None:
-    async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False) as http:
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if (await http.get(f"http://127.0.0.1:{settings.serve.port}/healthz")).status_code == 200:
-                    return
-            await asyncio.sleep(0.05)
 
 
 async def refusal(settings: WebSettings | str) -> tuple[int, str]:
@@ -96,14 +93,17 @@ async def refusal(settings: WebSettings | str) -> tuple[int, str]:
 async def test_it_serves_without_an_engine_and_goes_away_in_order(
     store: EmbeddedStore, tmp_path: Path, how: str
 ) -> None:
-    settings = settings_for(tmp_path, store.url)
+    listener = bind("127.0.0.1", 0)  # whoever comes before the worker serves waits there
+    port = listener.getsockname()[1]
+    settings = settings_for(tmp_path, store.url, port=port, listen_fd=listener.fileno())
     async with worker(settings) as process:
-        await is_up(settings)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.serve.port}", trust_env=False) as http:
+        listener.close()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as http:
+            assert (await http.get("/healthz")).status_code == 200
             ready = await http.get("/readyz")
             assert (ready.status_code, set(ready.json()["problems"])) == (503, {"engine"})
             assert (await http.post("/api/sessions/import", content=b"{")).status_code == 400
-        async with connect(f"ws://127.0.0.1:{settings.serve.port}/ws", ping_interval=None) as socket:
+        async with connect(f"ws://127.0.0.1:{port}/ws", ping_interval=None) as socket:
             await socket.send('{"type":"hello","protocol":"chat.v1"}')
             assert json.loads(await socket.recv())["model"] == settings.serve.model
             await socket.send('{"type":"session.create","id":"1"}')
@@ -200,16 +200,17 @@ async def test_asked_to_end_while_it_waits_for_the_store_it_lets_go_at_once(tmp_
     async with silent, worker(settings) as process:
         async with asyncio.timeout(20):
             await asked.wait()
+        waiting, _ = await asyncio.open_connection("127.0.0.1", settings.serve.port)
         if how == "stdin":
             assert process.stdin is not None
             process.stdin.close()
         else:
             process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
-            while True:  # the address is free again, long before the store is given up
-                with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", settings.serve.port)):
-                    break
-                await asyncio.sleep(0.05)
+        # The address is free again, long before the store is given up: who was in its queue is sent away.
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(waiting.read(), 20)
+        with socket.create_server(("127.0.0.1", settings.serve.port)):
+            pass
         assert process.stderr is not None
         said = (await asyncio.wait_for(process.stderr.read(), 20)).decode()
         assert await process.wait() == 0
