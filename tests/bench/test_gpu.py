@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from chatserve.bench._gpu_sections import percentile
 from chatserve.bench._traced_engine import idle_share
-from chatserve.bench.gpu import main, percentile
+from chatserve.bench.gpu import main
 
 if TYPE_CHECKING:
     from pathlib import Path
