@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from chatserve.errors import BadFrameError, BadParamsError, TooLargeError
+from chatserve.server.json_text import decode_json
 from chatserve.server.reading import utf8_len
 from chatserve.types import validate_params
 
@@ -65,8 +66,8 @@ def parse_completion(body: bytes, max_text_bytes: int) -> Completion:
         TooLargeError: a text is over its limit.
     """
     try:
-        given = msgspec.json.decode(body)
-    except (ValueError, RecursionError) as error:
+        given = decode_json(body)
+    except ValueError as error:
         raise BadFrameError(f"the body is not valid JSON: {error}") from error
     if not isinstance(given, dict):
         raise BadFrameError("the body is not a JSON object")

@@ -13,6 +13,7 @@ import msgspec.inspect
 from chatserve.errors import BadFrameError, BadParamsError, ChatError, TooLargeError
 from chatserve.server import frames
 from chatserve.server.frames import Request
+from chatserve.server.json_text import decode_json
 from chatserve.types import validate_params
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 def decode_object(text: str) -> dict[str, Any]:
     """Raises BadFrameError: no JSON object, or one that no string of UTF-8 can hold."""
     try:
-        given = msgspec.json.decode(text)
-    except (ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+        given = decode_json(text)
+    except ValueError as error:
         raise BadFrameError(f"a frame is valid JSON: {error}") from error
     if not isinstance(given, dict):
         raise BadFrameError("a frame is a JSON object")

@@ -144,6 +144,30 @@ def test_params_out_of_range_are_bad_params_that_name_the_field(params: object, 
     assert (answer["code"], answer["field"]) == ("bad_params", field)
 
 
+@pytest.mark.parametrize(
+    "number", ["1e400", "-1e400", "9" * 30, "9" * 5000, "-" + "9" * 100_000, "1." + "0" * 5000 + "1e999"]
+)
+def test_a_number_that_no_machine_holds_is_bad_params_that_name_the_field(number: str) -> None:
+    for name in ("temperature", "seed", "stop"):
+        answer = error(opened(), f'{{"type":"session.create","id":"1","params":{{"{name}":{number}}}}}')
+        assert (answer["id"], answer["code"], answer["field"]) == ("1", "bad_params", f"params.{name}")
+        assert len(answer["detail"]) < 300
+    assert error(opened(), f'{{"type":"session.list","id":"1","limit":{number}}}')["field"] == "limit"
+    ignored = receive(opened(), f'{{"type":"session.list","id":"1","surprise":{number}}}')
+    assert isinstance(ignored, Requested), "what is ignored may be anything"
+
+
+def test_a_frame_that_is_nested_too_deeply_is_told_so() -> None:
+    for deep in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
+        answer = error(opened(), f'{{"type":"session.list","id":"1","surprise":{deep}}}')
+        assert (answer["code"], "nested too deeply" in answer["detail"]) == ("bad_frame", True)
+
+
+def test_of_a_key_that_comes_twice_the_last_counts() -> None:
+    output = receive(opened(), '{"type":"session.list","id":"1","type":"session.create","id":"2"}')
+    assert (type(output.request).__name__, output.request.id) == ("SessionCreate", "2")
+
+
 def test_params_are_kept_sparse_and_a_null_is_an_absence() -> None:
     params = {"top_k": 3, "seed": None, "unknown": "x"}
     output = receive(opened(), {"type": "session.create", "id": "1", "params": params, "title": None})
@@ -171,6 +195,9 @@ def test_an_update_tells_a_cleared_system_prompt_from_an_untouched_one() -> None
         '{"type":"session.list","id":"1","limit":Infinity}',
         '{"type":"session.list","id":"1","limit":-Infinity}',
         '{"type":"session.list","id":"1","query":"\\ud800"}',
+        '{"type":"session.list","id":"1","query":"\\ud800","limit":1e400}',
+        '{"type":"session.list","id":"1","limit":1e400,"pad":NaN}',
+        '{"type":"session.list","id":"1","limit":1e400,"pad":' + "[" * 100_000 + "]" * 100_000 + "}",
         '{"type":"session.list","id":"1","query":"\\udfff!"}',
         '{"type":"session.list","id":"1","query":"\ud800"}',
         '{"id":"1"}',
