@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -92,11 +93,12 @@ class SnapshotReader:
             SnapshotError: there is one that cannot be used.
         """
         try:
-            self.manifest = decode_manifest((directory / MANIFEST_NAME).read_bytes())
+            with open(_open(directory / MANIFEST_NAME), "rb") as file:
+                self.manifest = decode_manifest(file.read())
             name = self.manifest.data_file
             if Path(name).name != name or not name.endswith(_DATA_SUFFIX):
                 raise SnapshotError(f"its manifest names {name!r} as the file of its blocks")
-            self._fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = _open(directory / name)
         except FileNotFoundError as error:
             if (directory / MANIFEST_NAME).exists():
                 raise SnapshotError(f"{error.filename} is missing") from error
@@ -121,6 +123,20 @@ class SnapshotReader:
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._fd)
+
+
+def _open(path: Path) -> int:
+    """A descriptor to read a file, and nothing that only looks like one: a pipe would be waited for, a device has no
+    end.
+
+    Raises:
+        SnapshotError: it is no file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SnapshotError(f"{path.name} is no file")
+    return fd
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,7 @@ import msgspec
 from chatserve.config import EngineSettings, decode_settings
 from chatserve.engine.build import SizedRunner, build_engine
 from chatserve.engine.garbage import IdleCollector
+from chatserve.engine.orphan import ends_with_parent
 from chatserve.engine.server import EngineServer
 from chatserve.errors import StartupError
 from chatserve.options import check_options
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("chatserve.engine")
 
+_LEFT_OVER_S: Final = 10.0
+_POLL_S: Final = 0.05
 _MAX_SOCKET_PATH_BYTES: Final = 107
 """`sun_path` of the kernel, less its end."""
 EXIT_STARTUP: Final = 1
@@ -36,13 +40,14 @@ EXIT_BROKEN: Final = 70
 """The runner cannot go on; the parent starts a new process."""
 
 
-def listen(path: Path) -> socket.socket:
+def listen(path: Path, patience_s: float = _LEFT_OVER_S) -> socket.socket:
     """A listening Unix socket that only its owner can reach: mode 0600, in a directory of mode 0700.
 
-    A directory that is wider is narrowed, where it is ours alone; a socket left by a dead process is replaced.
+    A directory that is wider is narrowed, where it is ours alone; a socket left by a dead process is replaced, and one
+    that lives is given `patience_s` to end.
 
     Raises:
-        StartupError: the path is too long, is not ours, or is served by a living process.
+        StartupError: the path is too long, is not ours, or is served by a process that goes on living.
     """
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
         raise StartupError(
@@ -52,7 +57,7 @@ def listen(path: Path) -> socket.socket:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(path.parent)
-        _remove_stale(path)
+        _remove_stale(path, patience_s)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(os.fspath(path))
@@ -75,17 +80,24 @@ def _make_private(directory: Path) -> None:
     directory.chmod(0o700)
 
 
-def _remove_stale(path: Path) -> None:
-    if not path.exists():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise StartupError(f"another engine is listening on {path}")
+def _remove_stale(path: Path, patience_s: float) -> None:
+    """Replace what a dead process left. One that lives is on its way out, for the data directory has one supervisor at a
+    time: its own was killed.
+    """
+    deadline = time.monotonic() + patience_s
+    while path.exists():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                return
+            except FileNotFoundError:
+                return
+        if time.monotonic() >= deadline:
+            raise StartupError(f"another engine is listening on {path}")
+        time.sleep(_POLL_S)
 
 
 def serve(settings: EngineSettings, build_runner: Callable[[EngineSettings], SizedRunner]) -> int:
@@ -98,8 +110,10 @@ def serve(settings: EngineSettings, build_runner: Callable[[EngineSettings], Siz
         _log.error("%s", error)
         return EXIT_STARTUP
     try:
-        engine = build_engine(settings, build_runner(settings))
-        server = EngineServer(engine, listener, parent_fd=_parent_pipe(), on_idle=IdleCollector().collect)
+        pipe = _parent_pipe()
+        with ends_with_parent(pipe):
+            engine = build_engine(settings, build_runner(settings))
+        server = EngineServer(engine, listener, parent_fd=pipe, on_idle=IdleCollector().collect)
         server.stop_on_signals()
         info = engine.info
         _log.info(
@@ -150,7 +164,8 @@ def main() -> int:
     """Entry of the process."""
     settings = read_settings()
     start_logging()
-    from chatserve.model.runner import build_runner  # noqa: PLC0415 - torch is loaded here and nowhere above
+    with ends_with_parent(_parent_pipe()):
+        from chatserve.model.runner import build_runner  # noqa: PLC0415 - torch is loaded here and nowhere above
 
     return serve(settings, build_runner)
 

@@ -9,14 +9,24 @@ import asyncio
 import contextlib
 import errno
 import socket
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from chatserve.errors import StartupError
 from chatserve.server import auth
 from chatserve.server.origin import is_loopback
 
-_MAX_HEAD_BYTES = 65_536
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MAX_HEAD_BYTES: Final = 65_536
+_PORT_POLL_S: Final = 0.1
+
+
+class PortTakenError(StartupError):
+    """Somebody else listens there."""
 
 
 def check_exposure(host: str, tokens_file: Path | None) -> None:
@@ -46,7 +56,8 @@ def listen(host: str, port: int) -> socket.socket:
     is started again waits a moment rather than being refused.
 
     Raises:
-        StartupError: the port is taken or may not be used, or the host is not this machine's.
+        PortTakenError: somebody has the port.
+        StartupError: the port may not be used, or the host is not this machine's.
     """
     host = host.strip("[]")
     try:
@@ -64,7 +75,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         match error.errno:
             case errno.EADDRINUSE:
-                sentence = f"port {port} is taken by another program; stop it, or choose another --port"
+                taken = f"port {port} is taken by another program; stop it, or choose another --port"
+                raise PortTakenError(taken) from error
             case errno.EACCES:
                 sentence = f"port {port} may not be used by this user; choose a --port from 1024 up"
             case errno.EADDRNOTAVAIL:
@@ -74,6 +86,21 @@ def listen(host: str, port: int) -> socket.socket:
         raise StartupError(sentence) from error
     listener.setblocking(False)
     return listener
+
+
+async def listen_in_time(host: str, port: int, patience_s: float, say: Callable[[str], None]) -> socket.socket:
+    """`listen`, and wait so long for a port that somebody has. Raises what `listen` raises."""
+    deadline, said = time.monotonic() + patience_s, False
+    while True:
+        try:
+            return listen(host, port)
+        except PortTakenError:
+            if time.monotonic() >= deadline:
+                raise
+        if not said:
+            said = True
+            say(f"port {port} is still taken, perhaps by what is left of a run that was killed; waiting for it")
+        await asyncio.sleep(_PORT_POLL_S)
 
 
 def reachable_host(host: str) -> str:

@@ -106,24 +106,38 @@ def _sentence(data_dir: Path, error: OSError, option: str = "--data-dir") -> str
             return f"cannot use {data_dir}: {error.strerror}; choose another {option}"
 
 
-def lock_data_dir(data_dir: Path) -> filelock.BaseFileLock:
+class DataDirLock:
+    """Says whose a data directory is; made by `lock_data_dir`."""
+
+    def __init__(self, lock: filelock.BaseFileLock, pid_file: Path) -> None:
+        self._lock = lock
+        self._pid_file = pid_file
+        self.follows_a_kill = pid_file.exists()
+        """Whether the server before did not end in order, and may have left processes that are about to end."""
+        pid_file.write_text(f"{os.getpid()}\n")
+
+    def release(self) -> None:
+        self._pid_file.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def lock_data_dir(data_dir: Path) -> DataDirLock:
     """Take the lock that says whose the data directory is, until the process ends or the lock is released.
 
     Raises:
         StartupError: another server has it.
     """
     lock = filelock.FileLock(data_dir / "serve.lock")
-    owner = data_dir / "serve.pid"
+    pid_file = data_dir / "serve.pid"
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
-        pid = owner.read_text().strip() if owner.exists() else ""
+        pid = pid_file.read_text().strip() if pid_file.exists() else ""
         by = f" (process {pid})" if pid else ""
         raise StartupError(
             f"another chatserve{by} is using {data_dir}; stop it, or give this one its own --data-dir"
         ) from error
-    owner.write_text(f"{os.getpid()}\n")
-    return lock
+    return DataDirLock(lock, pid_file)
 
 
 def server_id(data_dir: Path) -> str:

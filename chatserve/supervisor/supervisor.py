@@ -28,6 +28,8 @@ from chatserve.supervisor.parts import EmbeddedStoreLike, ResolveModel, StoreFac
 from chatserve.supervisor.store_keeper import keep_store
 
 _POLL_S: Final = 0.05
+_LEFT_OVER_S: Final = 10.0
+"""So long the processes of a killed run may hold its port; on their way out they need a fraction of it."""
 _READY_SLOW_S: Final = 60.0
 """After this long a start says that it is still waiting."""
 
@@ -96,7 +98,8 @@ class Supervisor:
             self._say(warning)
         lock = paths.lock_data_dir(settings.data_dir)
         try:
-            with network.listen(settings.host, settings.port) as listener:
+            patience_s = _LEFT_OVER_S if lock.follows_a_kill else 0.0
+            with await network.listen_in_time(settings.host, settings.port, patience_s, self._say) as listener:
                 self._watch_signals()
                 return await self._serve(listener)
         finally:

@@ -100,6 +100,24 @@ async def test_it_serves_says_when_it_is_ready_and_ends_with_its_parents_pipe(ru
     assert not settings.socket_path.exists()
 
 
+async def test_a_parent_that_goes_while_the_model_loads_is_missed_at_once(run_dir: Path) -> None:
+    gate = run_dir / "gate"
+    os.mkfifo(gate)  # which nobody opens: the model is loaded for ever
+    settings = settings_of(run_dir)
+    with engine_process(settings, gate=gate) as process:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not settings.socket_path.exists():  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.01)
+        _, log = await asyncio.to_thread(process.communicate, "", TIMEOUT_S)  # closes its stdin
+        assert process.returncode == 0
+    assert "the parent process is gone" in log
+    with engine_process(settings) as successor:
+        async with connected(settings) as client:
+            assert client.info is not None
+        await asyncio.to_thread(successor.communicate, "", TIMEOUT_S)
+        assert successor.returncode == 0
+
+
 async def test_sigterm_lets_what_runs_finish(run_dir: Path) -> None:
     settings = settings_of(run_dir)
     with engine_process(settings) as process:

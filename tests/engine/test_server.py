@@ -353,7 +353,22 @@ def test_the_socket_is_its_owners_alone(socket_path: Path) -> None:
 def test_a_stale_socket_is_replaced_and_a_living_one_is_not(socket_path: Path) -> None:
     listen(socket_path).close()
     with listen(socket_path), pytest.raises(StartupError, match="another engine"):
-        listen(socket_path)
+        listen(socket_path, patience_s=0.0)
+
+
+def test_a_socket_whose_process_is_on_its_way_out_is_waited_for(socket_path: Path) -> None:
+    old = listen(socket_path)
+    accepted: list[socket.socket] = []
+
+    def end_once_asked() -> None:
+        accepted.append(old.accept()[0])
+        old.close()
+
+    ending = threading.Thread(target=end_once_asked)
+    ending.start()
+    with listen(socket_path):
+        ending.join()
+    accepted[0].close()
 
 
 def test_a_socket_path_that_is_too_long_is_said(socket_path: Path) -> None:

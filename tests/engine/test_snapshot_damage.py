@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -146,6 +147,24 @@ def test_a_manifest_that_makes_no_tree_is_not_used(
     after.say([*said, 1])
     assert after.computed() == len(said) + 1
     assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("which", ["manifest", "*.blocks"])
+def test_what_is_no_file_is_neither_waited_for_nor_read(
+    which: str, put: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Talk(tmp_path)
+    said = before.say(prompt_of(1, 40))
+    before.end()
+    (file,) = tmp_path.glob(which)
+    file.unlink()
+    put(file)
+    after = Talk(tmp_path)
+    after.say([*said, 1])
+    assert after.computed() == len(said) + 1
+    assert f"{file.name} is no file" in warnings_of(caplog)[0]
+    after.end()
 
 
 def test_a_data_file_outside_the_directory_is_not_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

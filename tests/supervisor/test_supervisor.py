@@ -239,6 +239,21 @@ async def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> N
             assert out == ""
 
 
+async def test_a_port_that_a_killed_run_still_holds_is_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        (tmp_path / "serve.pid").write_text("1\n")  # an orderly end would have removed it
+        async with supervised(tmp_path, port=port) as run:
+            assert run.process.stderr is not None
+            async with asyncio.timeout(TIMEOUT_S):
+                assert f"port {port} is still taken".encode() in await run.process.stderr.readline()
+            held.close()
+            await run.until("ChatServe is ready")
+            run.process.send_signal(signal.SIGTERM)
+            assert (await run.rest())[0] == 0
+    assert not (tmp_path / "serve.pid").exists()
+
+
 async def test_an_open_address_without_tokens_is_refused(tmp_path: Path) -> None:
     async with supervised(tmp_path, host="0.0.0.0") as run:
         code, out, err = await run.rest()
