@@ -81,8 +81,8 @@ def _make_private(directory: Path) -> None:
 
 
 def _remove_stale(path: Path, patience_s: float) -> None:
-    """Replace what a dead process left. One that lives is on its way out, for the data directory has one supervisor at a
-    time: its own was killed.
+    """Replace what a dead process left. One that lives is on its way out: its supervisor was killed, for there is one
+    at a time.
     """
     deadline = time.monotonic() + patience_s
     while path.exists():

@@ -14,14 +14,10 @@ therefore on its way out, and `start()` sees it out before it starts another; it
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import os
 import shutil
 import signal
-import stat
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -34,14 +30,13 @@ from redis.retry import Retry
 from chatserve.errors import StartupError
 from chatserve.supervisor.append_sync import AppendSync
 from chatserve.supervisor.left_over import command_line, wait_for_exit
+from chatserve.supervisor.paths import short_socket_path
 from chatserve.supervisor.store_advice import advise_os_error, explain_log
 from chatserve.supervisor.store_room import StoreRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MAX_SOCKET_PATH: Final = 100
-"""Bytes; the systems' own limits are 103 and 107."""
 ANSWER_TIMEOUT_S: Final = 30.0
 """For a first answer; reading a long append-only file may then take as long as it takes."""
 SHUTDOWN_TIMEOUT_S: Final = 20.0
@@ -283,21 +278,3 @@ def find_server() -> Path:
             if (found := shutil.which(name)) is not None:
                 return Path(found)
         raise StartupError("no packaged store for this machine: install valkey-server, or give --redis-url") from error
-
-
-def short_socket_path(wanted: Path) -> Path:
-    """`wanted`, or where its name is too long for a socket, a place of the same user's under the temporary directory
-    that only depends on `wanted`.
-
-    Raises:
-        OSError: that place belongs to somebody else.
-    """
-    if len(os.fsencode(wanted)) <= MAX_SOCKET_PATH:
-        return wanted
-    name = hashlib.sha256(os.fsencode(wanted)).hexdigest()[:16]
-    directory = Path(tempfile.gettempdir()) / f"chatserve-{os.getuid()}-{name}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EACCES, "not a private directory of this user", str(directory))
-    return directory / "store.sock"

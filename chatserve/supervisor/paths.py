@@ -181,3 +181,21 @@ def socket_dir(data_dir: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise StartupError(f"{run_dir} belongs to somebody else or others may write to it; remove it")
     return run_dir
+
+
+def short_socket_path(wanted: Path) -> Path:
+    """`wanted`, or where its name is too long for a socket, a place of the same user's under the temporary directory
+    that only depends on `wanted`.
+
+    Raises:
+        OSError: that place belongs to somebody else.
+    """
+    if len(os.fsencode(wanted)) <= _MAX_SOCKET_PATH_BYTES:
+        return wanted
+    name = hashlib.sha256(os.fsencode(wanted)).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()) / f"chatserve-{os.getuid()}-{name}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EACCES, "not a private directory of this user", str(directory))
+    return directory / "store.sock"

@@ -19,7 +19,8 @@ import pytest
 import redis
 
 from chatserve.errors import StartupError
-from chatserve.supervisor.embedded_store import EmbeddedStore, find_server, short_socket_path
+from chatserve.supervisor.embedded_store import EmbeddedStore, find_server
+from chatserve.supervisor.paths import short_socket_path
 from chatserve.supervisor.store_advice import explain_log
 
 
