@@ -132,7 +132,7 @@ async def running(
 
     def publish(user: UserId, session: SessionId, events: Sequence[AnyEvent]) -> None:
         metrics.observe(events)
-        hub.publish(user, session, events)
+        hub.topics.publish(user, session, events)
 
     service = ChatService(
         store=store,
@@ -140,18 +140,18 @@ async def running(
         encoder=encoder,
         limits=serve.limits,
         publish=publish,
-        publish_relayed=hub.publish,
+        publish_relayed=hub.topics.publish,
         publish_changed=hub.publish_changed,
         publish_health=hub.publish_health,
-        break_off=hub.break_off,
+        break_off=hub.topics.break_off,
         owner=owner,
         resumes=serve.on_restart == "resume",
         expiry_s=serve.session_expiry_days * 86400,
         orphan_grace_s=serve.orphan_grace_s,
         engine_silence_s=serve.engine_silence_s,
     )
-    hub.on_subscribers = service.set_subscribers
-    hub.on_unfollowed = service.unfollow
+    hub.topics.on_subscribers = service.set_subscribers
+    hub.topics.on_unfollowed = service.unfollow
     hub.on_user_came, hub.on_user_left = service.user_came, service.user_left
     context = Context(serve, authenticator, hub, metrics, store, engine, service)
     try:

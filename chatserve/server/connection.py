@@ -18,9 +18,9 @@ from chatserve.server import dispatch
 from chatserve.server.auth import bearer
 from chatserve.server.context import Context
 from chatserve.server.frames import PROTOCOL, AnyRequest, Typing
-from chatserve.server.hub import Socket
 from chatserve.server.outbox import Outbox, frame_of
 from chatserve.server.protocol import PING, ChatProtocol, Close, CloseCode, Opened, Output, Requested, Send, Typed
+from chatserve.server.topics import Socket
 from chatserve.types import MessageId, SessionId
 
 _log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Connection:
             return
         socket = self._socket = context.hub.attach(opened.user, self._outbox)
         dispatch.welcome(context, socket)
-        wishes = [(context.hub.reserve(socket, SessionId(wish.session)), wish.after) for wish in opened.resume]
+        wishes = [(context.hub.topics.reserve(socket, SessionId(wish.session)), wish.after) for wish in opened.resume]
         if wishes:
             context.background.start(dispatch.resume(context, socket, wishes), "resume")
 

@@ -15,9 +15,9 @@ from chatserve.errors import ChatError, InternalError
 from chatserve.server import frames
 from chatserve.server.context import SERVER_NAME, Context
 from chatserve.server.frames import AnyRequest
-from chatserve.server.hub import Socket, Subscription
 from chatserve.server.outbox import encode, frame_of
 from chatserve.server.reading import error_text
+from chatserve.server.topics import Socket, Subscription
 from chatserve.types import MessageId, SessionId
 
 _log = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ def begin(context: Context, socket: Socket, request: AnyRequest) -> Subscription
     """What must happen in the order of the frames, before the request runs as a task of its own."""
     match request:
         case frames.SessionOpen(session=session):
-            return context.hub.reserve(socket, SessionId(session))
+            return context.hub.topics.reserve(socket, SessionId(session))
         case frames.SessionClose(session=session):
-            context.hub.unsubscribe(socket, SessionId(session))
+            context.hub.topics.unsubscribe(socket, SessionId(session))
             return None
         case _:
             return None
@@ -90,7 +90,7 @@ async def _perform(  # noqa: C901, PLR0912 - a table with a row for each frame t
             ack(fields)
         case frames.SessionOpen():
             assert subscription is not None
-            await context.hub.open(subscription, service, None, lambda: ack({}))
+            await context.hub.topics.open(subscription, service, None, lambda: ack({}))
         case frames.SessionClose():
             ack({})
         case frames.SessionCreate(id=id_, title=title, system=system, params=params):
@@ -158,7 +158,7 @@ async def resume(context: Context, socket: Socket, wishes: list[tuple[Subscripti
         if socket.outbox.ended:
             return  # nobody is left to read the store for
         try:
-            await context.hub.open(subscription, context.service, after)
+            await context.hub.topics.open(subscription, context.service, after)
         except ChatError as error:
             text = error_text(error, session=subscription.session)
             socket.outbox.put(frame_of(text))

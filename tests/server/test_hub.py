@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from chatserve.chat.events import AnyEvent, BranchSelected, GenerationDelta, SessionDeleted
 from chatserve.chat.store import MessageRecord, SessionRecord, SessionState
 from chatserve.errors import NotFoundError, StoreUnavailableError
-from chatserve.server.hub import Hub, Socket
+from chatserve.server.hub import Hub
 from chatserve.server.outbox import Outbox
+from chatserve.server.topics import Socket
 from chatserve.types import MessageId, SessionId, UserId
 
 ADA, BOB = UserId("ada"), UserId("bob")
@@ -135,8 +136,8 @@ async def until(condition: Callable[[], bool]) -> None:
 def open_task(
     hub: Hub, client: Client, reader: Reader, session: SessionId, after: int | None = None
 ) -> asyncio.Task[None]:
-    subscription = hub.reserve(client.socket, session)
-    return asyncio.create_task(hub.open(subscription, reader, after))
+    subscription = hub.topics.reserve(client.socket, session)
+    return asyncio.create_task(hub.topics.open(subscription, reader, after))
 
 
 async def test_a_snapshot_then_what_comes_live() -> None:
@@ -144,7 +145,7 @@ async def test_a_snapshot_then_what_comes_live() -> None:
     client = Client(hub)
     reader.add(S, text="he")
     await open_task(hub, client, reader, S)
-    hub.publish(ADA, S, [reader.add(S, text="llo")])
+    hub.topics.publish(ADA, S, [reader.add(S, text="llo")])
     assert [frame["type"] for frame in await client.read_all()] == ["snapshot", "generation.delta"]
     assert client.texts == {"s": "hello"}
     hub.check()
@@ -156,12 +157,12 @@ async def test_what_is_published_during_the_read_is_neither_lost_nor_repeated() 
     reader.gate.clear()
     opening = open_task(hub, client, reader, S)
     await until(lambda: reader.reads == 1)
-    hub.publish(ADA, S, [reader.add(S, text="a")])
+    hub.topics.publish(ADA, S, [reader.add(S, text="a")])
     # The read has not seen it; a read that has seen what is published later is the other case.
     late = reader.add(S, text="b")
     again = open_task(hub, client, reader, S)
     await settle()
-    hub.publish(ADA, S, [late])
+    hub.topics.publish(ADA, S, [late])
     hub.check()
     reader.gate.set()
     await asyncio.gather(opening, again)
@@ -188,7 +189,7 @@ async def test_a_replay_is_sent_where_it_can_be_and_a_snapshot_where_not() -> No
         await open_task(hub, client, reader, S, after)
         assert [frame["type"] for frame in await client.read_all()] == kinds
         assert client.texts == {"s": "abcdef"}
-        hub.publish(ADA, S, [])
+        hub.topics.publish(ADA, S, [])
         hub.check()
 
 
@@ -198,16 +199,16 @@ async def test_after_a_close_nothing_comes_even_if_the_open_was_under_way() -> N
     reader.gate.clear()
     opening = open_task(hub, client, reader, S)
     await until(lambda: reader.reads == 1)
-    hub.unsubscribe(client.socket, S)
-    hub.publish(ADA, S, [reader.add(S)])
+    hub.topics.unsubscribe(client.socket, S)
+    hub.topics.publish(ADA, S, [reader.add(S)])
     hub.check()
     reader.gate.set()
     await opening
     assert await client.read_all() == []
     await open_task(hub, client, reader, S)
-    hub.unsubscribe(client.socket, S)
+    hub.topics.unsubscribe(client.socket, S)
     await client.read_all()
-    hub.publish(ADA, S, [reader.add(S)])
+    hub.topics.publish(ADA, S, [reader.add(S)])
     assert await client.read_all() == []
     hub.check()
 
@@ -218,11 +219,11 @@ async def test_an_open_after_a_close_that_came_in_between_wins() -> None:
     reader.gate.clear()
     first = open_task(hub, client, reader, S)
     await until(lambda: reader.reads == 1)
-    hub.unsubscribe(client.socket, S)
+    hub.topics.unsubscribe(client.socket, S)
     second = open_task(hub, client, reader, S)
     reader.gate.set()
     await asyncio.gather(first, second)
-    hub.publish(ADA, S, [reader.add(S, text="x")])
+    hub.topics.publish(ADA, S, [reader.add(S, text="x")])
     assert [frame["type"] for frame in await client.read_all()] == ["snapshot", "generation.delta"]
     hub.check()
 
@@ -230,13 +231,14 @@ async def test_an_open_after_a_close_that_came_in_between_wins() -> None:
 @pytest.mark.parametrize("error", [NotFoundError("no"), StoreUnavailableError("away")])
 async def test_a_failed_open_leaves_an_older_subscription_as_it_was(error: Exception) -> None:
     counts: list[tuple[str, int]] = []
-    hub, reader = Hub(lambda session, count: counts.append((session, count))), Reader()
+    hub, reader = Hub(), Reader()
+    hub.topics.on_subscribers = lambda session, count: counts.append((session, count))
     client = Client(hub)
     await open_task(hub, client, reader, S)
     reader.fail = error
     with pytest.raises(type(error)):
         await open_task(hub, client, reader, S)
-    hub.publish(ADA, S, [reader.add(S, text="x")])
+    hub.topics.publish(ADA, S, [reader.add(S, text="x")])
     await client.read_all()
     assert client.texts == {"s": "x"}
     assert counts == [("s", 1)]
@@ -248,7 +250,7 @@ async def test_another_users_session_is_not_found_and_nothing_of_it_is_seen() ->
     bob = Client(hub, BOB)
     with pytest.raises(NotFoundError):
         await open_task(hub, bob, reader, S)
-    hub.publish(ADA, S, [reader.add(S, text="secret")])
+    hub.topics.publish(ADA, S, [reader.add(S, text="secret")])
     hub.publish_changed(ADA, S, "secret", deleted=False)
     assert await bob.read_all() == []
     hub.check()
@@ -256,13 +258,14 @@ async def test_another_users_session_is_not_found_and_nothing_of_it_is_seen() ->
 
 async def test_the_service_hears_how_many_follow_a_session() -> None:
     counts: list[tuple[str, int]] = []
-    hub, reader = Hub(lambda session, count: counts.append((session, count))), Reader()
+    hub, reader = Hub(), Reader()
+    hub.topics.on_subscribers = lambda session, count: counts.append((session, count))
     one, two = Client(hub), Client(hub)
     await open_task(hub, one, reader, S)
     await open_task(hub, one, reader, S)
     await open_task(hub, two, reader, S)
     await open_task(hub, two, reader, T)
-    hub.unsubscribe(one.socket, S)
+    hub.topics.unsubscribe(one.socket, S)
     hub.detach(two.socket)
     hub.detach(one.socket)
     assert [count for session, count in counts if session == "s"] == [1, 2, 1, 0]
@@ -272,10 +275,11 @@ async def test_the_service_hears_how_many_follow_a_session() -> None:
 
 async def test_a_deleted_session_says_so_last_and_is_followed_no_more() -> None:
     counts: list[tuple[str, int]] = []
-    hub, reader = Hub(lambda session, count: counts.append((session, count))), Reader()
+    hub, reader = Hub(), Reader()
+    hub.topics.on_subscribers = lambda session, count: counts.append((session, count))
     client = Client(hub)
     await open_task(hub, client, reader, S)
-    hub.publish(ADA, S, [SessionDeleted(session=S, seq=1)])
+    hub.topics.publish(ADA, S, [SessionDeleted(session=S, seq=1)])
     assert (await client.read_all())[-1] == {"type": "session.deleted", "session": "s", "seq": 1}
     assert counts == [("s", 1), ("s", 0)]
     assert not client.socket.subscriptions
@@ -309,7 +313,7 @@ async def test_a_client_that_never_reads_is_ended_and_the_others_are_not_held_up
     await open_task(hub, slow, reader, S)
     await open_task(hub, fast, reader, S)
     for _ in range(500):
-        hub.publish(ADA, S, [reader.add(S), reader.add(S, text="word ")])
+        hub.topics.publish(ADA, S, [reader.add(S), reader.add(S, text="word ")])
         assert slow.outbox.num_bytes <= 20_000
         await fast.read_all()
     assert slow.outbox.ended
@@ -328,7 +332,7 @@ async def test_a_client_that_never_reads_its_snapshot_is_ended_by_what_piles_up_
     await settle()
     assert not opening.done()
     for _ in range(1000):
-        hub.publish(ADA, S, [reader.add(S, text="y")])
+        hub.topics.publish(ADA, S, [reader.add(S, text="y")])
     assert client.outbox.ended
     await opening
     hub.check()
@@ -341,7 +345,7 @@ async def test_a_hole_in_what_is_published_ends_the_socket_rather_than_reach_it(
     client = Client(hub)
     await open_task(hub, client, reader, S)
     reader.add(S)
-    hub.publish(ADA, S, [reader.add(S)])
+    hub.topics.publish(ADA, S, [reader.add(S)])
     assert client.outbox.ended
     assert "from event 0 to 2" in caplog.text
 
@@ -366,7 +370,8 @@ async def test_any_history_ends_with_what_an_undisturbed_reader_has(
     its text equals the truth.
     """
     counts: dict[str, int] = {}
-    hub, reader = Hub(counts.__setitem__), Reader()
+    hub, reader = Hub(), Reader()
+    hub.topics.on_subscribers = counts.__setitem__
     reader.trimmed = {S: trimmed, T: 0}
     clients = [Client(hub) for _ in range(3)]
     tasks: list[asyncio.Task[None]] = []
@@ -386,7 +391,7 @@ async def test_any_history_ends_with_what_an_undisturbed_reader_has(
                 tasks.append(open_task(hub, client, reader, session, client.seqs[session]))
                 wanted.add((which, session))
             case "close":
-                hub.unsubscribe(client.socket, session)
+                hub.topics.unsubscribe(client.socket, session)
                 await client.read_all()
                 wanted.discard((which, session))
             case "note":
@@ -395,7 +400,7 @@ async def test_any_history_ends_with_what_an_undisturbed_reader_has(
                     unpublished[session].append(reader.add(session))
             case "publish":
                 ready, unpublished[session] = unpublished[session], []
-                hub.publish(ADA, session, ready)
+                hub.topics.publish(ADA, session, ready)
             case "read":
                 await client.read_one()
             case "turn":
@@ -413,7 +418,7 @@ async def test_any_history_ends_with_what_an_undisturbed_reader_has(
     reader.gate.set()
     await asyncio.gather(*tasks)
     for session, ready in unpublished.items():
-        hub.publish(ADA, session, ready)
+        hub.topics.publish(ADA, session, ready)
     hub.check()
     for which, client in enumerate(clients):
         assert not client.outbox.ended
