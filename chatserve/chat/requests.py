@@ -102,6 +102,18 @@ class Requests:
         request.listen(answer)
         await asyncio.shield(task)
 
+    async def is_done(self, request: Request) -> bool:
+        """Whether a request that is refused now was done elsewhere meanwhile; then it is answered.
+
+        Raises:
+            ConflictError: as `once`.
+            StoreUnavailableError: that cannot be known now.
+        """
+        done = await self._store.answer(request.user, request.request_id)
+        if done is not None:
+            _answer_as_before(request, *done)
+        return done is not None
+
     async def drain(self, timeout_s: float) -> None:
         """Wait for what is in flight, and cancel what does not end in time: its store may be away for ever."""
         tasks = [task for _, task in self._in_flight.values()]
@@ -129,11 +141,8 @@ class Requests:
         # Nothing is awaited from here to the session's lock, which is first come, first served.
         if done is None:
             await work(request)
-            return
-        digest, answer = done
-        if digest != request.digest:
-            raise _used_before(request.request_id)
-        request.answer_earlier(answer)
+        else:
+            _answer_as_before(request, *done)
 
     def _forget(self, key: tuple[UserId, str], task: asyncio.Task[None]) -> None:
         del self._in_flight[key]
@@ -144,6 +153,12 @@ class Requests:
 def _digest(body: tuple[Any, ...]) -> str:
     # Escaped: it is checked only later whether a text is one that UTF-8 can hold.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _answer_as_before(request: Request, digest: str, answer: bytes) -> None:
+    if digest != request.digest:
+        raise _used_before(request.request_id)
+    request.answer_earlier(answer)
 
 
 def _used_before(request_id: str) -> ConflictError:

@@ -67,8 +67,12 @@ class Router:
             with self._forwarding.pending(request, given.get("session", ""), kind):
                 try:
                     await self._somewhere(request, kind, given)
-                except ChatError:
-                    if not request.is_answered:  # else it was found to be done, and may not be possible a second time
+                except ChatError as error:
+                    if request.is_answered:
+                        return
+                    # What was done is often not possible a second time, and a first attempt at it, elsewhere, may have
+                    # been done after we looked for its answer. Who is to try again finds it then.
+                    if error.retryable or not await self._requests.is_done(request):
                         raise
 
         await self._begin(kind, user, request_id, answer, given, work)

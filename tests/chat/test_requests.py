@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import ConflictError, NotFoundError
-from chatserve.types import UserId
+from chatserve.types import SessionId, UserId
 from tests.chat.harness import ANN, BOB, Harness, refused
 from tests.fakes.memory_store import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 Encoders = dict[str, PromptEncoder]
 
@@ -155,3 +158,43 @@ async def test_requests_begin_in_the_order_in_which_they_came(encoders: Encoders
         versions = [answer["version"] for answer in answers]
         assert versions == sorted(versions)
         assert harness.mirrors[session].title == titles[-1]
+
+
+class Looking(MemoryStore):
+    """Lets something happen just after a server has looked for a request's answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Callable[[], Awaitable[Any]] | None = None
+
+    async def answer(self, user: UserId, request_id: str) -> tuple[str, bytes] | None:
+        found = await super().answer(user, request_id)
+        then, self.then = self.then, None
+        if then is not None:
+            await then()
+        return found
+
+
+@pytest.mark.parametrize("kind", ["delete_session", "delete_message"])
+async def test_a_second_attempt_that_the_first_one_has_made_impossible_gets_its_answer(
+    encoders: Encoders, kind: str
+) -> None:
+    """The first one's socket is lost in the middle, and the client comes back to another server."""
+    store = Looking()
+    async with (
+        Harness(encoders["chatml"], store=store, place="a") as a,
+        Harness(encoders["chatml"], store=store, place="b") as b,
+    ):
+        session = await a.create(params={"max_tokens": 2})
+        message, _ = await a.turn(session, "soon gone")
+        fields = {"session": session} | ({"message": message} if kind == "delete_message" else {})
+        first: list[dict[str, Any]] = []
+
+        async def do_first() -> None:
+            first.append(await a.call(kind, id_="same", **fields))
+
+        store.then = do_first
+        assert await b.call(kind, id_="same", **fields) == first[0]
+        assert isinstance(await refused(b.call(kind, id_="another", **fields)), NotFoundError)
+        conflicting = {**fields, "session": SessionId("another")}
+        assert isinstance(await refused(b.call(kind, id_="same", **conflicting)), ConflictError)
