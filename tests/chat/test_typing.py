@@ -156,7 +156,7 @@ async def test_a_flood_is_one_hint_a_moment_and_the_last_word_counts(encoders: E
         assert client.hints[-1].token_ids == expected
         await pauses.end()
         assert len(client.hints) == 2
-        assert harness.service._typing._typists[session].task is None
+        assert harness.service._typing._typists[ANN, session].task is None
 
 
 async def test_a_client_that_names_ever_new_sessions_is_not_listened_to(encoders: Encoders) -> None:
@@ -227,6 +227,47 @@ async def test_another_users_session_is_nobodys_business(encoders: Encoders) -> 
         await quiet(client)
         assert len(client.hints) == 2, "another user's requests leave a draft alone"
         assert client.hints[1].token_ids
+
+
+async def test_who_names_anothers_session_holds_up_nothing(encoders: Encoders) -> None:
+    async with typing_harness(encoders["chatml"]) as (harness, client, _):
+        session = await harness.create()
+        _, reply = await harness.turn(session, "on", max_tokens=5)
+        harness.service.typing(BOB, session, reply, DRAFT)
+        await settled()  # and he is silent for a moment
+        harness.service.typing(ANN, session, reply, DRAFT)
+        await quiet(client)
+        assert [h.user for h in client.hints] == [ANN]
+        assert set(harness.service._typing._typists) == {(ANN, session), (BOB, session)}
+
+
+async def test_ids_of_conversations_are_kept_up_to_a_bound_and_found_again(
+    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with typing_harness(encoders["chatml"]) as (harness, client, pauses):
+        replies: dict[str, str] = {}
+        for _ in range(typing.MAX_TYPISTS_PER_USER):
+            session = await harness.create()
+            _, replies[session] = await harness.turn(session, "on " * 20, max_tokens=5)
+        state = await harness.store.load(ANN, SessionId(session))
+        assert state is not None
+        one = 4 * sum(len(m.token_ids) for m in state.messages)
+        monkeypatch.setattr(typing, "MAX_BASE_BYTES", 2 * one)
+        told = harness.service._typing
+        for text in ("a", "b"):
+            for session, reply in replies.items():
+                harness.service.typing(ANN, session, reply, text)
+                await quiet(client)
+                kept = [len(typist.base) * 4 for typist in told._typists.values() if typist.base is not None]
+                assert 0 < sum(kept) <= 2 * one
+                assert told._num_base_bytes == sum(kept)
+            await pauses.end()
+        assert [h.key for h in client.hints] == 2 * list(replies)
+        assert {h.base.num_tokens for h in client.hints if h.base} == {one // 4}
+        for session in replies:
+            harness.service.set_subscribers(session, 0)
+        assert told._num_base_bytes == 0
+        assert [h.token_ids for h in client.hints[8:]] == [()] * 4
 
 
 async def test_nothing_that_cannot_be_hinted_fails(encoders: Encoders) -> None:
