@@ -57,6 +57,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     scopes: tuple[Scope, ...]
     blocks: tuple[BlockRecord, ...]
 
+    def has(self, tokens: bytes, scope: Scope, num_kept_tokens: int = 0) -> bool:
+        """Whether a block of this scope alone spells some of a packed sequence past its first tokens."""
+        ends = {ROOT: 0}
+        """Of the blocks that spell a beginning of the sequence: how many bytes that is."""
+        for index, block in enumerate(self.blocks):
+            start = ends.get(block.parent)
+            if start is None or self.scopes[block.scope] not in (PUBLIC, scope):
+                continue
+            end = start + len(block.token_ids)
+            common = tokens[start:end]
+            if not common or not block.token_ids.startswith(common):
+                continue
+            if self.scopes[block.scope] == scope and start + len(common) > num_kept_tokens * TOKEN_BYTES:
+                return True
+            if common == block.token_ids:
+                ends[index] = end
+        return False
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest file's bytes."""

@@ -82,6 +82,31 @@ class SnapshotWriter:
         return [path for path in self._directory.iterdir() if path.name.endswith(ours) and path.name != self.data_file]
 
 
+def read_manifest(directory: Path) -> Manifest:
+    """A directory's manifest.
+
+    Raises:
+        SnapshotError: it has none that can be used.
+        OSError: it cannot be read.
+    """
+    with open(_open(directory / MANIFEST_NAME), "rb") as file:
+        manifest = decode_manifest(file.read())
+    name = manifest.data_file
+    if Path(name).name != name or not name.endswith(_DATA_SUFFIX):
+        raise SnapshotError(f"its manifest names {name!r} as the file of its blocks")
+    return manifest
+
+
+def remove_snapshot(directory: Path, manifest: Manifest) -> None:
+    """Take a snapshot from its directory; who reads it may go on.
+
+    Raises:
+        OSError: it stays.
+    """
+    (directory / MANIFEST_NAME).unlink()
+    (directory / manifest.data_file).unlink(missing_ok=True)
+
+
 class SnapshotReader:
     """A directory's snapshot, held open: a writer may replace it meanwhile."""
 
@@ -93,12 +118,8 @@ class SnapshotReader:
             SnapshotError: there is one that cannot be used.
         """
         try:
-            with open(_open(directory / MANIFEST_NAME), "rb") as file:
-                self.manifest = decode_manifest(file.read())
-            name = self.manifest.data_file
-            if Path(name).name != name or not name.endswith(_DATA_SUFFIX):
-                raise SnapshotError(f"its manifest names {name!r} as the file of its blocks")
-            self._fd = _open(directory / name)
+            self.manifest = read_manifest(directory)
+            self._fd = _open(directory / self.manifest.data_file)
         except FileNotFoundError as error:
             if (directory / MANIFEST_NAME).exists():
                 raise SnapshotError(f"{error.filename} is missing") from error

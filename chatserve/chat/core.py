@@ -12,6 +12,7 @@ from chatserve.chat.engine_link import EngineLink
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.fair_pool import FairPool
 from chatserve.chat.following import Following
+from chatserve.chat.forgetting import Forgetting
 from chatserve.chat.generations import Generations
 from chatserve.chat.leases import Leases
 from chatserve.chat.prompt import PromptEncoder
@@ -21,10 +22,8 @@ from chatserve.chat.store import MessageRecord, SessionState, Store
 from chatserve.chat.tree import USER
 from chatserve.chat.workers import Owner
 from chatserve.config import Limits
-from chatserve.engine.messages import PathRef
 from chatserve.errors import (
     BadParamsError,
-    EngineUnavailableError,
     NotFoundError,
     OverloadedError,
     RateLimitedError,
@@ -67,6 +66,7 @@ class Core:
     following: Following
     sessions: Sessions
     link: EngineLink
+    forgetting: Forgetting
     generations: Generations
     encoder: PromptEncoder
     limits: Limits
@@ -193,11 +193,3 @@ class Core:
 
         num_chars = sum(len(m.text) for m in todo) + (len(system or "") if todo else 0)
         return await self.in_thread(user, num_chars, work)
-
-    def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
-        """Let the engine forget paths, and KV of all but their first tokens; if it is away it has."""
-        if paths:
-            try:
-                self.link.engine.release(user, tuple(paths), num_kept_tokens)
-            except EngineUnavailableError:
-                log.debug("the engine is away: nothing to release")

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from chatserve.chat.events import AnyEvent, GenerationDelta, GenerationEnd, GenerationQueued, GenerationStarted
+from chatserve.chat.forgetting import Branch
 from chatserve.chat.store import LeaseLostError, SessionState
 from chatserve.chat.tree import Tree
 from chatserve.engine.messages import PathRef
@@ -155,6 +157,14 @@ class LiveSession:
         handles = {(path.epoch, path.handle) for path in gone}
         self.paths = {m: path for m, path in self.paths.items() if (path.epoch, path.handle) not in handles}
         return gone
+
+    def branches(self, messages: Iterable[MessageId]) -> list[Branch]:
+        """The conversation up to each of these messages that nothing follows."""
+        return [
+            Branch(self.paths.get(message), tuple(chain.from_iterable(m.token_ids for m in self.tree.path(message))))
+            for message in messages
+            if not self.tree.children(message)
+        ]
 
     def check(self) -> None:
         self.tree.check()

@@ -20,6 +20,7 @@ from chatserve.chat.engine_watch import EngineWatch
 from chatserve.chat.fair_pool import FairPool
 from chatserve.chat.feed import Announced, Letter, Missed, News
 from chatserve.chat.following import Following
+from chatserve.chat.forgetting import Forgetting
 from chatserve.chat.forwarding import Forwarding
 from chatserve.chat.generations import Generations
 from chatserve.chat.health import StoreHealth
@@ -112,6 +113,7 @@ class Runtime:
             following=following,
             sessions=sessions,
             link=link,
+            forgetting=Forgetting(engine),
             generations=generations,
             encoder=encoder,
             limits=limits,
@@ -220,6 +222,7 @@ class Runtime:
         task.add_done_callback(self._watch)
 
     def _engine_up(self) -> None:
+        self.core.forgetting.engine_came()
         info, least = self.core.link.engine.info, self.core.encoder.min_prompt_tokens
         if info is not None and info.context_tokens <= least:
             # The model's own context, or what the KV cache has room for; --context-tokens was held against it already.

@@ -241,5 +241,5 @@ class SessionRequests:
         if earlier is not None:
             request.answer_earlier(earlier)
             return
-        core.release(user, tuple(live.paths.values()))
+        core.forgetting.forget(user, tuple(live.paths.values()), live.branches(m.message for m in live.tree))
         core.publish_changed(user, session, None, deleted=True)

@@ -124,9 +124,10 @@ class Turns:
                     change = live.tree.delete(message)
                     left = live.tree.path(live.tree.get(message).parent)
                     events: list[AnyEvent] = [MessageDeleted(session=session, message=message, deleted=len(gone))]
+                    branches = live.branches(gone)
                     await self._commit(request, live, change, events, {"deleted": len(gone)})
-                    paths = live.forget_paths(gone)
-                    core.release(user, paths, sum(len(m.token_ids) for m in left))
+                    num_kept = sum(len(m.token_ids) for m in left)
+                    core.forgetting.forget(user, live.forget_paths(gone), branches, num_kept)
                     return
             await core.generations.stop_and_wait(running)
 

@@ -121,9 +121,11 @@ class EngineClient:
         """See `Hint`."""
         self._send(hint)
 
-    def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
+    def release(
+        self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0, token_ids: tuple[int, ...] = ()
+    ) -> None:
         """See `Release`."""
-        self._send(Release(user, tuple(paths), num_kept_tokens))
+        self._send(Release(user, tuple(paths), num_kept_tokens, token_ids))
 
     async def inspect(self, *, with_map: bool = False) -> CacheReport:
         """The state of the engine's cache now."""

@@ -32,7 +32,7 @@ from chatserve.engine.pipeline import StepPipeline
 from chatserve.errors import ContextOverflowError, OverloadedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from chatserve.cache.kv_manager import KVManager
     from chatserve.engine.snapshot import Snapshot
@@ -200,14 +200,19 @@ class Engine:
         self._stirred = True
 
     def _release(self, release: Release) -> None:
+        deleted: list[Sequence[int]] = [release.token_ids] if release.token_ids else []
         # The longest first: a handle that is named twice is read to its end before it is forgotten.
         for path in sorted(release.paths, key=lambda path: path.num_tokens, reverse=True):
             token_ids = self._read(path, release)
             if token_ids is not None:
-                self._scheduler.hints.drop_with(release.user, token_ids)
-                self._kv.release(token_ids, release.user, release.num_kept_tokens)
+                deleted.append(token_ids)
                 self._paths.forget(path.handle)
-                self._stirred = True
+        for each in deleted:
+            self._scheduler.hints.drop_with(release.user, each)
+            self._kv.release(each, release.user, release.num_kept_tokens)
+            self._stirred = True
+        if self._snapshot is not None:
+            self._snapshot.deleted(deleted, release.user, release.num_kept_tokens)
 
     def _read(self, path: PathRef, command: Submit | Hint | Release) -> list[int] | None:
         """The path's ids, if this engine still holds it for this user."""

@@ -92,12 +92,14 @@ class Hint(Command, frozen=True, kw_only=True):
 
 class Release(Command, frozen=True):
     """A deleted session or message: the paths are forgotten, and those of their blocks are freed that no other path
-    shares and in which none of the first `num_kept_tokens` stands.
+    shares and in which none of the first `num_kept_tokens` stands. A snapshot on the disk that has such blocks goes.
     """
 
     user: UserId
     paths: tuple[PathRef, ...]
     num_kept_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    """Also what these spell: a path that the engine may have by another process, or from a snapshot."""
 
 
 class Inspect(Command, frozen=True):

@@ -12,9 +12,11 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
+from chatserve.cache.siblings import pack
 from chatserve.cache.snapshot import Manifest, SnapshotError
-from chatserve.cache.snapshot_files import SnapshotReader, SnapshotWriter
+from chatserve.cache.snapshot_files import SnapshotReader, SnapshotWriter, read_manifest, remove_snapshot
 from chatserve.config import KV_SNAPSHOT_S
+from chatserve.types import PUBLIC, Scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from chatserve.cache.manifest_builder import ManifestBuilder
     from chatserve.cache.node import Node
     from chatserve.cache.unread import UnreadBlock
-    from chatserve.types import BlockId, HostBlockId
+    from chatserve.types import BlockId, HostBlockId, UserId
 
 _log: Final = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class Snapshot:
         self._max_blocks = max_blocks
         self._clock = clock
         self._reader: SnapshotReader | None = None
+        self._users_on_disk: frozenset[Scope] = frozenset()
+        """Whose blocks the directory may have, beside what all share."""
 
     # --- back ---------------------------------------------------------------------------------------------------------
 
@@ -89,6 +93,7 @@ class Snapshot:
         except SnapshotError as error:
             _log.warning("the KV snapshot in %s is not used, because %s", self._directory, error)
             return
+        self._users_on_disk = frozenset(reader.manifest.scopes) - {PUBLIC}
         num_blocks = self._kv.unread.restore(reader.manifest)
         self._reader = reader
         total, scopes = len(reader.manifest.blocks), len(reader.manifest.scopes)
@@ -138,6 +143,28 @@ class Snapshot:
                 *(block.index, self._directory),
             )
         self._kv.unread.damaged(block)
+
+    # --- off the disk -------------------------------------------------------------------------------------------------
+
+    def deleted(self, sequences: Sequence[Sequence[int]], user: UserId, num_kept_tokens: int) -> None:
+        """Conversations of a user are gone, all but their first tokens: take the snapshot from the disk if it has any
+        of that. What is still to be read from it can be.
+        """
+        if Scope(user) not in self._users_on_disk or not sequences:
+            return
+        try:
+            manifest = read_manifest(self._directory)
+            if not any(manifest.has(pack(ids), Scope(user), num_kept_tokens) for ids in sequences):
+                return
+            remove_snapshot(self._directory, manifest)
+        except FileNotFoundError:  # somebody removed it
+            self._users_on_disk = frozenset()
+            return
+        except (OSError, SnapshotError) as error:
+            _log.warning("the KV snapshot in %s may have what was deleted: %s", self._directory, error)
+            return
+        self._users_on_disk = frozenset()
+        _log.info("the KV snapshot in %s was removed, because a conversation that it had is deleted", self._directory)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 

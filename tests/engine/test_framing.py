@@ -34,6 +34,7 @@ COMMANDS: list[AnyCommand] = [
     Cancel(RequestId("a"), 3),
     Hint(user=UserId("ann"), key="chat", base=PATH, token_ids=(7, 8), num_shared_tokens=2, num_draft_tokens=2),
     Release(UserId("ann"), (PATH, PATH)),
+    Release(UserId("ann"), (), 3, (1, 2, 3, 4)),
     Inspect(5, with_map=True),
     Drain(),
 ]

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chatserve.cache.siblings import pack
-from chatserve.engine.messages import Cancel, Hint, Inspect
+from chatserve.engine.messages import Cancel, Hint, Inspect, Release
 from chatserve.engine.snapshot import Snapshot
 from chatserve.types import RequestId
-from tests.engine.talk import ANN, BOB, SYSTEM, Talk, make_runner, manifest_of, prompt_of
+from tests.engine.talk import ANN, BOB, SYSTEM, Talk, make_runner, manifest_of, prompt_of, warnings_of
 from tests.fakes.engines import make_submit, run_until_idle
 
 
@@ -156,6 +156,56 @@ def test_released_before_it_was_read_it_is_gone_for_good(tmp_path: Path) -> None
     after.engine._kv.release(whole, ANN)
     after.end()
     assert list(tmp_path.iterdir()) == [], "the disk still holds what was deleted"
+
+
+def test_deleted_by_its_ids_it_leaves_the_disk_at_once_and_the_others_can_be_read(tmp_path: Path) -> None:
+    before = Talk(tmp_path)
+    gone, kept = (before.say([*SYSTEM, *prompt_of(seed, 30)], shared=len(SYSTEM)) for seed in (1, 2))
+    before.end()
+    after = Talk(tmp_path)
+    after.engine.handle(Release(ANN, (), 0, tuple(gone)))
+    assert list(tmp_path.iterdir()) == [], "the disk still holds what was deleted"
+    after.engine.check()
+    after.say([*gone, 1], shared=len(SYSTEM))
+    assert after.computed() >= len(gone) - len(SYSTEM)
+    after.say([*kept, 1], shared=len(SYSTEM))
+    assert after.computed() <= 2
+    after.engine.handle(Release(ANN, (), 0, (*gone, 1)))
+    after.end()
+    assert len(manifest_of(tmp_path).blocks) > 0
+
+
+def test_a_deletion_where_the_snapshot_cannot_be_looked_at_costs_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Talk(tmp_path)
+    said = before.say(prompt_of(1, 30))
+    before.end()
+    after = Talk(tmp_path)
+    (tmp_path / "manifest").write_bytes(b"damaged meanwhile")
+    after.engine.handle(Release(ANN, (), 0, tuple(said)))
+    assert ["may have what was deleted" in line for line in warnings_of(caplog)] == [True]
+    shutil.rmtree(tmp_path)
+    after.engine.handle(Release(ANN, (), 0, tuple(said)))
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_deletion_of_what_the_snapshot_does_not_have_leaves_it(tmp_path: Path) -> None:
+    before = Talk(tmp_path)
+    said = before.say([*SYSTEM, *prompt_of(1, 30)], shared=len(SYSTEM))
+    before.end()
+    after = Talk(tmp_path)
+    new = after.say([*SYSTEM, *prompt_of(9, 30)], shared=len(SYSTEM))
+    others = [
+        Release(ANN, (), 0, tuple(new)),
+        Release(BOB, (), 0, tuple(said)),
+        Release(ANN, (), len(said), (*said, 4, 5, 6)),
+    ]
+    for release in others:
+        after.engine.handle(release)
+    assert len(manifest_of(tmp_path).blocks) > 0
+    after.engine.handle(Release(ANN, (), len(said) - 9, tuple(said)))
+    assert list(tmp_path.iterdir()) == [], "the disk still holds a message that was deleted"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -78,8 +78,10 @@ class InlineEngineClient:
     def hint(self, hint: Hint) -> None:
         self._send(hint)
 
-    def release(self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0) -> None:
-        self._send(Release(user, tuple(paths), num_kept_tokens))
+    def release(
+        self, user: UserId, paths: Sequence[PathRef], num_kept_tokens: int = 0, token_ids: tuple[int, ...] = ()
+    ) -> None:
+        self._send(Release(user, tuple(paths), num_kept_tokens, token_ids))
 
     async def inspect(self, *, with_map: bool = False) -> CacheReport:
         engine = self._up()
