@@ -158,7 +158,7 @@ class Forwarding:
                 if awaited is not None and not awaited.done():
                     awaited.set_result(letter)
             case _:
-                self._sessions.doubt(letter.user, letter.session)
+                self._sessions.tenure.doubt(letter.user, letter.session)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for what is being done for others."""
@@ -171,7 +171,7 @@ class Forwarding:
     async def _serve(self, ask: Ask) -> None:
         reply: AnyLetter
         try:
-            if await self._sessions.give_up(ask.user, ask.session):
+            if await self._sessions.tenure.give_up(ask.user, ask.session):
                 reply = Moved(ask.number)
             else:
                 answers: list[dict[str, Any]] = []

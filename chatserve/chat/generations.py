@@ -299,11 +299,11 @@ class Generations:
             task.add_done_callback(self._watch)
 
     async def _check_lease(self, live: LiveSession, refused: Generation) -> None:
-        await self._health.persist(lambda: self._sessions.check_lease(live))
+        await self._health.persist(lambda: self._sessions.tenure.check_lease(live))
         message = refused.message
         if message in live.tree and message not in live.generations and live.tree.get(message).status == GENERATING:
             # The lease is ours, and so was what came in between: a write from before the session was last loaded.
-            self._sessions.read_again(live)
+            self._sessions.tenure.read_again(live)
 
     def _drop(self, generation: Generation) -> None:
         """Its message or session is gone."""

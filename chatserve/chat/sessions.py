@@ -1,18 +1,17 @@
-"""The sessions that this process holds the lease of, and the ways in which it comes to hold one and ceases to.
+"""The sessions that this process holds the lease of: found or loaded, changed under their lock, dropped when idle.
 
-Owns leases in the sense that a session is in memory (`LiveSession`) as long as its lease is ours, and what is in memory
-is then the truth. Where another process writes a session that somebody here follows, `Following` tells of it.
+A session is in memory (`LiveSession`) as long as its lease is ours, and what is in memory is then the truth; `tenure`
+owns the ways in which that ends. Where another process writes a session that somebody here follows, `Following` tells
+of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -22,21 +21,18 @@ from chatserve.chat.health import StoreHealth
 from chatserve.chat.leases import Leases
 from chatserve.chat.live_session import LiveSession, Publish
 from chatserve.chat.store import (
-    Lease,
     LeaseLostError,
-    OwnedElsewhereError,
     SessionRecord,
     SessionState,
     Store,
     Transaction,
 )
+from chatserve.chat.tenure import Tenure
 from chatserve.errors import NotFoundError, StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-
-log = logging.getLogger(__name__)
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 MAX_IDLE_SESSIONS: Final = 512
 
@@ -55,23 +51,13 @@ class Sessions:
         self._live: OrderedDict[SessionId, LiveSession] = OrderedDict()
         self._loading: dict[SessionId, asyncio.Lock] = {}
         self._subscribers: dict[SessionId, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._expelled: list[LiveSession] = []
-        """Lost with answers that were being generated, and perhaps taken over by nobody."""
-        self._spent: dict[SessionId, tuple[LiveSession, int]] = {}
-        """Under whose fence something may still be on its way, and up to which number events were shown that the store
-        has lost. It is given back before the session is loaded again, whoever asks for that.
-        """
         self.on_reloaded: Callable[[LiveSession], None] = lambda _: None
         """Called when an uncertain write turned out one way or the other."""
         self.on_loaded: Callable[[LiveSession], None] = lambda _: None
         """Called when a lease was taken: what the session has of unfinished answers is ours to go on with."""
-        self.on_lost: Callable[[LiveSession], None] = lambda _: None
-        """Called when a lease is another's."""
+        self.tenure: Final = Tenure(store, health, leases, following, self)
         following.is_held = lambda user, session: self.peek(user, session) is not None
         leases.take_over = self.take_over
-        leases.on_expelled = self.lose_all
-        leases.on_rejoined = self.take_back
 
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._live.values()))
@@ -106,93 +92,18 @@ class Sessions:
         return live
 
     def remove(self, live: LiveSession) -> None:
-        """Forget a deleted session."""
+        """A session was deleted."""
         live.is_deleted = True
         self._live.pop(live.session, None)
-        self._drop([live])
+        self.tenure.drop([live])
 
-    def lose(self, user: UserId, session: SessionId) -> None:
-        """The lease is another's, if it was ours."""
-        if (live := self.peek(user, session)) is not None:
-            del self._live[session]
-            live.lose()
-            log.warning("session %s was taken over by another server", session)
-            self.on_lost(live)
-            self._following.step_in(user, session, live.seq)
-            self._drop([live])
-
-    def doubt(self, user: UserId, session: SessionId) -> None:
-        """The lease is said to be another's. That may be long ago: it may have been given back and be ours anew."""
-        if (live := self.peek(user, session)) is not None:
-            self._start(self._health.persist(partial(self.check_lease, live)))
-
-    def lose_all(self) -> None:
-        """The others took this process for dead, and each lease may be another's."""
-        for live in self:
-            if live.generations:
-                self._expelled.append(live)
-                self._spent[live.session] = (live, 0)
-            self.lose(live.user, live.session)
-
-    def take_back(self) -> None:
-        """Go on with what was lost by `lose_all` and is nobody else's: an heir goes on with what it finds noted, and
-        something may have begun after it looked.
-        """
-        expelled, self._expelled = self._expelled, []
-        for live in expelled:
-            self._start(self._health.persist(partial(self._take_back, live)))
-
-    def read_again(self, live: LiveSession, *, lost_up_to: int = 0) -> None:
-        """What the store has of a session that is ours is not what is in memory: go on with what it has, under another
-        fence, so that what is on its way is not written among what comes now.
-        """
-        if self.peek(live.user, live.session) is live:
-            self._spent[live.session] = (live, lost_up_to)
-            self.lose(live.user, live.session)
-            self._start(self._health.persist(partial(self._take_back, live)))
+    def forget(self, live: LiveSession) -> None:
+        """It is no longer ours to have in memory."""
+        del self._live[live.session]
 
     async def take_over(self, user: UserId, session: SessionId) -> None:
         """Go on with what a dead process had of a session; raises as `get` does."""
         await self.get(user, session)
-
-    async def give_up(self, user: UserId, session: SessionId) -> bool:
-        """Let another process have a session, unless something is going on in it or somebody here follows it.
-
-        Raises:
-            StoreUnavailableError: that cannot be done now.
-        """
-        live = self.peek(user, session)
-        if live is not None and not live.is_idle:
-            return False
-        fence = live.fence if live is not None else await self._leases.acquire(user, session)
-        if live is not None:
-            del self._live[session]
-            live.lose()  # whoever comes to hold its lock finds it gone
-            self._following.step_in(user, session, live.seq)
-        await self._store.release(user, session, fence)
-        await self._leases.drop([(user, session)])
-        return True
-
-    async def check_lease(self, live: LiveSession) -> None:
-        """Find out whether a lease is still ours, and whether the store still has what it had.
-
-        A replica that became the primary may lack the last writes. Then what is in memory is not the truth, and what is
-        on its way must not be written: the session is read again, under another fence, and its followers start afresh.
-        """
-        user, session = live.user, live.session
-        lease: Lease | None
-        try:
-            lease = await self._store.acquire(user, session, self._leases.owner)
-        except (OwnedElsewhereError, NotFoundError):
-            lease = None
-        if self.peek(user, session) is not live:
-            return  # lost meanwhile; what is in memory now has a lease of its own
-        if lease is None or lease.fence != live.fence:
-            self.lose(user, session)
-        elif lease.seq < live.seq:
-            log.error("session %s: the store has lost events %d to %d", session, lease.seq + 1, live.seq)
-            self.read_again(live, lost_up_to=live.seq)
-            self._following.break_off(user, session)
 
     def set_subscribers(self, session: SessionId, count: int) -> LiveSession | None:
         if count:
@@ -240,18 +151,12 @@ class Sessions:
             live.is_uncertain = True
             raise
         except LeaseLostError:
-            await self.check_lease(live)
+            await self.tenure.check_lease(live)
             raise
         if committed.answer is not None:
             return committed.answer
         await live.delivered(committed.first_seq, change.events, apply)
         return None
-
-    async def check_leases(self) -> None:
-        """After the feed was interrupted: what is in memory must still be ours, and the truth."""
-        for live in self:
-            if not live.is_lost:
-                await self.check_lease(live)
 
     async def settle(self) -> None:
         """After the store came back: find out what became of uncertain writes."""
@@ -270,7 +175,7 @@ class Sessions:
             async with lock:
                 if (live := self._live.get(session)) is not None:
                     return live
-                await self._give_back(session)
+                await self.tenure.give_back(session)
                 fence = await self._leases.acquire(user, session)
                 state = await self._store.load(user, session)
                 if state is None:
@@ -293,13 +198,6 @@ class Sessions:
             if not lock.locked():
                 self._loading.pop(session, None)
 
-    async def _give_back(self, session: SessionId) -> None:
-        if (spent := self._spent.get(session)) is not None:
-            lost, lost_up_to = spent
-            await self._store.release(lost.user, session, lost.fence, lost_up_to=lost_up_to)
-            if self._spent.get(session) is spent:
-                del self._spent[session]
-
     async def _missed(self, user: UserId, session: SessionId) -> list[AnyEvent] | None:
         """What was written before the lease was ours, and those who follow here have not been told; None where that is
         no longer to be had.
@@ -319,7 +217,7 @@ class Sessions:
             self.remove(live)
             return
         if state.fence != live.fence:
-            self.lose(live.user, live.session)
+            self.tenure.lose(live.user, live.session)
             raise LeaseLostError
         live.reload(state, missed)
         self.on_reloaded(live)
@@ -335,20 +233,7 @@ class Sessions:
             if live.is_idle:
                 del self._live[session]
                 dropped.append(live)
-        self._drop(dropped)
-
-    async def _take_back(self, lost: LiveSession) -> None:
-        with contextlib.suppress(NotFoundError, OwnedElsewhereError, LeaseLostError):
-            await self.get(lost.user, lost.session)
-
-    def _drop(self, dropped: Sequence[LiveSession]) -> None:
-        """They are no longer held here. A lease that nobody asks for stays noted as ours and costs nothing."""
-        self._start(self._leases.drop([(live.user, live.session) for live in dropped]))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tenure.drop(dropped)
 
 
 def _not_found() -> NotFoundError:

@@ -298,7 +298,7 @@ async def test_an_answer_goes_on_after_a_late_write_of_the_same_lease(encoders: 
         await harness.until(lambda: store.waiting and before.generations[reply].num_unsent > 3)
         gate.release()  # the next write has all that has gathered, and will not be cut at the same place again
         await harness.until(lambda: store.waiting and len(store.waiting[0].token_ids) > 3)
-        held.lose(ANN, session)
+        held.tenure.lose(ANN, session)
         after = await held.get(ANN, session)
         assert after.fence == before.fence
         store.gate_of_text = None
@@ -319,10 +319,10 @@ async def test_a_doubt_of_what_was_read_again_is_no_doubt_of_what_came_after_it(
         await harness.writing(session, reply, 5)
         held = harness.service._core.sessions
         before = await held.get(ANN, session)
-        held.read_again(before)
+        held.tenure.read_again(before)
         after = await held.get(ANN, session)
         assert after.fence > before.fence
-        await held.check_lease(before)
+        await held.tenure.check_lease(before)
         assert held.peek(ANN, session) is after
         await harness.ended(session, reply)
         again = await harness.regenerate(session, message)

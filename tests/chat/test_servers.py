@@ -337,7 +337,7 @@ async def test_a_lease_that_is_good_again_is_not_dropped_for_a_letter_that_is_la
         take = a.service._runtime.forwarding.take
         a.service._runtime.forwarding.take = lambda letter: (told.append(letter), take(letter))
         assert store.feeds.send(a.owner, encode_letter(LeaseTaken(ANN, session)))
-        await a.until(lambda: told and not held._tasks)
+        await a.until(lambda: told and not held.tenure._tasks)
         assert held.peek(ANN, session) is live
         await a.call("stop_generation", session=session, message=reply)
         assert a.mirrors[session].ends[reply][0].reason == "cancelled"
