@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from chatserve.chat.core import Announcement, Core, PublishChanged
-from chatserve.chat.engine_link import EngineClient, EngineLink
+from chatserve.chat.core import Announcement, Core
+from chatserve.chat.engine_link import EngineLink
 from chatserve.chat.engine_watch import EngineWatch
 from chatserve.chat.fair_pool import FairPool
 from chatserve.chat.feed import Announced, Letter, Missed, News
@@ -27,18 +27,14 @@ from chatserve.chat.health import StoreHealth
 from chatserve.chat.leases import Leases
 from chatserve.chat.letters import decode_letter
 from chatserve.chat.orphans import Orphans
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.sessions import Sessions
-from chatserve.chat.store import Store
 from chatserve.chat.watched_store import WatchedStore
-from chatserve.chat.workers import Owner
-from chatserve.config import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
 
-    from chatserve.chat.live_session import Publish
-    from chatserve.types import SessionId, UserId
+    from chatserve.chat.dependencies import Dependencies
+    from chatserve.types import UserId
 
 log = logging.getLogger(__name__)
 
@@ -48,79 +44,53 @@ CLOSE_TIMEOUT_S: Final = 3.0
 
 
 class Runtime:
-    """Builds the parts; `start` and `close` frame their life. For the arguments see `ChatService`."""
+    """Builds the parts; `start` and `close` frame their life."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        owner: Owner,
-        engine: EngineClient,
-        encoder: PromptEncoder,
-        limits: Limits,
-        publish: Publish,
-        publish_relayed: Publish,
-        publish_changed: PublishChanged,
-        publish_health: Callable[[str, float | None], None],
-        break_off: Callable[[UserId, SessionId], None],
-        resumes: bool,
-        beat_s: float,
-        orphan_grace_s: float,
-        engine_patience_s: float,
-        engine_silence_s: float,
-        on_crash: Callable[[], None] | None,
-        clock: Callable[[], float],
-        monotonic: Callable[[], float],
-        new_id: Callable[[], str],
-    ) -> None:
-        self._publish_health = publish_health
-        self._clock = clock
-        self._engine_patience_s = engine_patience_s
-        self._publish_changed = publish_changed
-        self._resumes = resumes
-        self._on_crash = on_crash or _end_process
+    def __init__(self, given: Dependencies) -> None:
+        self._given = given
+        self._on_crash = given.on_crash or _end_process
         self._engine_down_since: float | None = None
         self._engine_told_away = False
         self._patience: asyncio.TimerHandle | None = None
-        self.health = StoreHealth(store, publish=self._store_health, watch=self._watch, clock=clock)
-        watched = WatchedStore(store, self.health.report_down)
-        self.feed = store.open_feed(owner)
-        leases = Leases(watched, owner, beat_s=beat_s, monotonic=monotonic)
-        following = Following(watched, self.feed, self.health, publish=publish_relayed, break_off=break_off)
-        sessions = Sessions(watched, self.health, leases, following, publish)
+        self.health = StoreHealth(given.store, publish=self._store_health, watch=self._watch, clock=given.clock)
+        watched = WatchedStore(given.store, self.health.report_down)
+        self.feed = given.store.open_feed(given.owner)
+        leases = Leases(watched, given.owner, beat_s=given.beat_s, monotonic=given.monotonic)
+        following = Following(watched, self.feed, self.health, publish=given.publish_relayed, break_off=given.break_off)
+        sessions = Sessions(watched, self.health, leases, following, given.publish)
         self.forwarding = Forwarding(watched, self.feed, leases, following, sessions)
-        link = EngineLink(engine, on_up=self._engine_up, on_down=self._engine_down)
-        self.engine_watch = EngineWatch(link, silence_s=engine_silence_s, on_change=self._tell_engine)
-        self.orphans = Orphans(self.feed, grace_s=orphan_grace_s, watch=self._watch)
+        link = EngineLink(given.engine, on_up=self._engine_up, on_down=self._engine_down)
+        self.engine_watch = EngineWatch(link, silence_s=given.engine_silence_s, on_change=self._tell_engine)
+        self.orphans = Orphans(self.feed, grace_s=given.orphan_grace_s, watch=self._watch)
         generations = Generations(
             store=watched,
             sessions=sessions,
             link=link,
-            encoder=encoder,
+            encoder=given.encoder,
             health=self.health,
             orphans=self.orphans,
-            resumes=resumes,
+            resumes=given.resumes,
             watch=self._watch,
-            clock=clock,
-            monotonic=monotonic,
+            clock=given.clock,
+            monotonic=given.monotonic,
         )
         sessions.on_reloaded = generations.adopt
         sessions.on_loaded = generations.inherit
-        sessions.on_lost = generations.lose
+        sessions.tenure.on_lost = generations.lose
         self.core = Core(
             store=watched,
             leases=leases,
             following=following,
             sessions=sessions,
             link=link,
-            forgetting=Forgetting(engine),
+            forgetting=Forgetting(given.engine),
             generations=generations,
-            encoder=encoder,
-            limits=limits,
+            encoder=given.encoder,
+            limits=given.limits,
             pool=FairPool(_TOKENIZER_THREADS, "tokenizer"),
-            clock=clock,
-            new_id=new_id,
-            publish_changed=publish_changed,
+            clock=given.clock,
+            new_id=given.new_id,
+            publish_changed=given.publish_changed,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._settling: set[asyncio.Task[None]] = set()
@@ -147,7 +117,7 @@ class Runtime:
         core = self.core
         await self.forwarding.drain(CLOSE_TIMEOUT_S)
         is_empty = len(core.generations) == 0
-        if self._resumes:
+        if self._given.resumes:
             core.generations.hand_over()
         else:
             with contextlib.suppress(TimeoutError):
@@ -198,7 +168,7 @@ class Runtime:
                 case Announced(user=user, announcement=announcement):
                     changed = msgspec.msgpack.decode(announcement, type=Announcement)
                     if changed.origin != core.leases.owner:
-                        self._publish_changed(user, changed.session, changed.title, deleted=changed.deleted)
+                        self._given.publish_changed(user, changed.session, changed.title, deleted=changed.deleted)
                 case Letter(body=body):
                     try:
                         self.forwarding.take(decode_letter(body))
@@ -206,12 +176,12 @@ class Runtime:
                         log.warning("a letter that makes no sense: %s; do all servers run one version?", error)
                 case Missed():
                     core.following.missed()
-                    self._spawn(self.health.persist(core.sessions.check_leases), "check leases")
+                    self._spawn(self.health.persist(core.sessions.tenure.check_leases), "check leases")
 
     # --- health -------------------------------------------------------------------------------------------------------
 
     def _store_health(self, component: str, since: float | None) -> None:
-        self._publish_health(component, since)
+        self._given.publish_health(component, since)
         if since is None:
             self._spawn(self.health.persist(self.core.sessions.settle), "settle uncertain writes")
 
@@ -239,8 +209,8 @@ class Runtime:
 
     def _engine_down(self) -> None:
         if self._engine_down_since is None:
-            self._engine_down_since = self._clock()
-            self._patience = asyncio.get_running_loop().call_later(self._engine_patience_s, self._engine_lost)
+            self._engine_down_since = self._given.clock()
+            self._patience = asyncio.get_running_loop().call_later(self._given.engine_patience_s, self._engine_lost)
             log.warning("the engine is away; what it was generating goes on when it is back")
             self._tell_engine()
 
@@ -249,10 +219,12 @@ class Runtime:
         away = self._engine_down_since is not None or self.engine_watch.is_silent
         if away != self._engine_told_away:
             self._engine_told_away = away
-            self._publish_health("engine", self._clock() if away else None)
+            self._given.publish_health("engine", self._given.clock() if away else None)
 
     def _engine_lost(self) -> None:
-        log.error("the engine did not come back in %.0f s; what waited for it is interrupted", self._engine_patience_s)
+        log.error(
+            "the engine did not come back in %.0f s; what waited for it is interrupted", self._given.engine_patience_s
+        )
         self.core.link.abandon_stranded()
 
     def _watch(self, task: asyncio.Task[None]) -> None:

@@ -8,34 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from chatserve.chat.completion import Chunk, complete
-from chatserve.chat.core import PublishChanged
-from chatserve.chat.engine_link import EngineClient
+from chatserve.chat.dependencies import Dependencies
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.expiry import Expiry
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.requests import Requests
 from chatserve.chat.routing import Router
 from chatserve.chat.runtime import CLOSE_TIMEOUT_S, Runtime
 from chatserve.chat.session_requests import SessionRequests
-from chatserve.chat.store import SessionPage, SessionState, Store
+from chatserve.chat.store import SessionPage, SessionState
 from chatserve.chat.turns import Turns
 from chatserve.chat.typing import Typing
-from chatserve.chat.workers import BEAT_S, Owner, owner_name
-from chatserve.config import Limits
 from chatserve.errors import StoreUnavailableError
 from chatserve.types import MessageId, SessionId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from chatserve.chat.live_session import Publish
     from chatserve.chat.requests import Answer
 
 
@@ -46,66 +39,15 @@ class ChatService:
     events that it causes are published; a request that fails raises a `ChatError` instead.
     """
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        engine: EngineClient,
-        encoder: PromptEncoder,
-        limits: Limits,
-        publish: Publish,
-        publish_changed: PublishChanged,
-        publish_health: Callable[[str, float | None], None],
-        publish_relayed: Publish | None = None,
-        break_off: Callable[[UserId, SessionId], None] = lambda _user, _session: None,
-        owner: Owner | None = None,
-        resumes: bool = True,
-        beat_s: float = BEAT_S,
-        expiry_s: float = 0.0,
-        orphan_grace_s: float = 60.0,
-        engine_patience_s: float = 300.0,
-        engine_silence_s: float = 10.0,
-        on_crash: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
-    ) -> None:
-        """`publish` gets the events of one session in the order of their numbers, `publish_relayed` those that another
-        process wrote, some of them perhaps twice; `break_off` is called when they cannot be had any more, and whoever
-        follows must come back for a snapshot. `publish_health` gets a component and the time since which it has been
-        away, None when it is back. `owner` names this process among those that share the store. When one of them dies
-        the others go on with its unfinished answers, or, unless they `resume`, mark them as interrupted. Sessions that
-        nobody changed for `expiry_s` are deleted, where that is not 0. What waits for an engine longer than
-        `engine_patience_s` is interrupted; one that says nothing for `engine_silence_s` counts as away. `on_crash` is
-        called when one of the service's own tasks dies of a bug (None: the process is told to end). `clock` is in
-        seconds since the epoch.
-        """
-        self._runtime = Runtime(
-            store=store,
-            owner=owner or owner_name(uuid.uuid4().hex, uuid.uuid4().hex),
-            engine=engine,
-            encoder=encoder,
-            limits=limits,
-            publish=publish,
-            publish_relayed=publish_relayed or publish,
-            break_off=break_off,
-            resumes=resumes,
-            beat_s=beat_s,
-            publish_changed=publish_changed,
-            publish_health=publish_health,
-            orphan_grace_s=orphan_grace_s,
-            engine_patience_s=engine_patience_s,
-            engine_silence_s=engine_silence_s,
-            on_crash=on_crash,
-            clock=clock,
-            monotonic=monotonic,
-            new_id=new_id,
-        )
+    def __init__(self, given: Dependencies) -> None:
+        self._runtime = Runtime(given)
         self._core = self._runtime.core
         self._requests = Requests(self._core.store)
         self._session_requests = sessions = SessionRequests(self._core)
         self._turns = turns = Turns(self._core)
-        self._expiry = Expiry(self._core.store, sessions, age_s=expiry_s, clock=clock) if expiry_s else None
+        self._expiry = None
+        if given.expiry_s:
+            self._expiry = Expiry(self._core.store, sessions, age_s=given.expiry_s, clock=given.clock)
         self._router = Router(self._requests, sessions, turns, self._runtime.forwarding, self._runtime.health)
         self._typing = Typing(self._core)
 

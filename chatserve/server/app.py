@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
+from chatserve.chat.dependencies import Dependencies
 from chatserve.chat.events import AnyEvent
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.redis_store import open_store
@@ -134,7 +135,7 @@ async def running(
         metrics.observe(events)
         hub.topics.publish(user, session, events)
 
-    service = ChatService(
+    given = Dependencies(
         store=store,
         engine=engine,
         encoder=encoder,
@@ -144,12 +145,13 @@ async def running(
         publish_changed=hub.publish_changed,
         publish_health=hub.publish_health,
         break_off=hub.topics.break_off,
-        owner=owner,
+        owner=owner or owner_name(uuid.uuid4().hex, uuid.uuid4().hex),
         resumes=serve.on_restart == "resume",
         expiry_s=serve.session_expiry_days * 86400,
         orphan_grace_s=serve.orphan_grace_s,
         engine_silence_s=serve.engine_silence_s,
     )
+    service = ChatService(given)
     hub.topics.on_subscribers = service.set_subscribers
     hub.topics.on_unfollowed = service.unfollow
     hub.on_user_came, hub.on_user_left = service.user_came, service.user_left

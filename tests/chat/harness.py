@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from chatserve.chat.dependencies import Dependencies
 from chatserve.chat.events import (
     AnyEvent,
     BranchSelected,
@@ -190,7 +191,7 @@ class Harness:
         self.service = self._make_service()
 
     def _make_service(self) -> ChatService:
-        return ChatService(
+        given = Dependencies(
             store=self.store,
             engine=self.client,
             encoder=self.encoder,
@@ -210,6 +211,7 @@ class Harness:
             on_crash=lambda: self.crashes.append("crash"),
             clock=lambda: float(next(self._ids)) if self.now is None else self.now,
         )
+        return ChatService(given)
 
     def make_engine(self, runner: FakeRunner | None = None) -> Engine:
         return make_engine(runner or self.runner, **self.engine_options)
