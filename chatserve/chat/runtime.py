@@ -109,7 +109,7 @@ class Runtime:
         await self.core.leases.join()
         self.run(self.core.leases.beat(), "heartbeat")
         self.run(self.core.link.listen(), "engine events")
-        self.run(self.core.generations.write(), "text writer")
+        self.run(self.core.generations.text.run(), "text writer")
         self.run(self.engine_watch.run(), "engine watch")
 
     async def close(self) -> None:
@@ -124,7 +124,7 @@ class Runtime:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await core.generations.close()
             is_empty = len(core.generations) == 0
-        core.generations.abandon()
+        core.generations.ends.abandon()
         if self._patience is not None:
             self._patience.cancel()
         for task in (*self._tasks, *self._settling):

@@ -235,7 +235,7 @@ class Harness:
         """The web process dies without a word; its engine requests die with it."""
         self.crashed = True
         runtime = self.service._runtime
-        tasks = [*runtime._tasks, *runtime._settling, *self.service._core.generations._ending]
+        tasks = [*runtime._tasks, *runtime._settling, *self.service._core.generations.ends._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
