@@ -1,6 +1,7 @@
 """Turns: requests that add messages and have them answered, and those that remove, choose or stop them.
 
-Each checks everything first, then makes one atomic change: a new question and its reply appear together or not at all.
+Each checks everything first, then makes one atomic change (`tree_commits`): a new question and its reply appear
+together or not at all.
 """
 
 from __future__ import annotations
@@ -13,19 +14,15 @@ import msgspec
 
 from chatserve.chat.events import (
     AnyEvent,
-    BranchSelected,
-    MessageAdded,
     MessageDeleted,
     MessageUpdated,
-    SessionUpdated,
     Usage,
 )
 from chatserve.chat.generation import GENERATING
 from chatserve.chat.live_session import LiveSession
-from chatserve.chat.quotas import Quota, quota_of
-from chatserve.chat.sessions import with_tree
 from chatserve.chat.store import MessageRecord, Transaction
-from chatserve.chat.tree import ASSISTANT, USER, TreeChange
+from chatserve.chat.tree import ASSISTANT, USER
+from chatserve.chat.tree_commits import TreeCommits
 from chatserve.errors import (
     BadParamsError,
     BusyError,
@@ -41,14 +38,13 @@ if TYPE_CHECKING:
     from chatserve.chat.core import Core
     from chatserve.chat.requests import Request
 
-MAX_TITLE_CHARS = 60
-
 
 class Turns:
     """The message requests of `chat.v1`."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._commits = TreeCommits(core)
 
     async def send(
         self, request: Request, user: UserId, session: SessionId, parent: MessageId | None, text: str, params: object
@@ -84,7 +80,7 @@ class Turns:
             self._check_room(live, 1)
             encoded = await self._encode_path(live, live.tree.path(question))
             reply = self._new_reply(live, question, given)
-            await self._commit_turn(request, live, (reply,), encoded, {"reply": reply.message})
+            await self._commits.turn(request, live, (reply,), encoded, {"reply": reply.message})
 
     async def continue_(
         self, request: Request, user: UserId, session: SessionId, message: MessageId, params: object
@@ -112,7 +108,7 @@ class Turns:
             puts = {r.message: r for r in chain(encoded.values(), select.puts, [again])}
             change = msgspec.structs.replace(select, puts=tuple(puts.values()))
             events: list[AnyEvent] = [MessageUpdated(session=session, message=message, status=GENERATING)]
-            await self._commit(request, live, change, events, {"reply": message}, start=again)
+            await self._commits.change(request, live, change, events, {"reply": message}, start=again)
 
     async def delete(self, request: Request, user: UserId, session: SessionId, message: MessageId) -> None:
         core = self._core
@@ -125,7 +121,7 @@ class Turns:
                     left = live.tree.path(live.tree.get(message).parent)
                     events: list[AnyEvent] = [MessageDeleted(session=session, message=message, deleted=len(gone))]
                     branches = live.branches(gone)
-                    await self._commit(request, live, change, events, {"deleted": len(gone)})
+                    await self._commits.change(request, live, change, events, {"deleted": len(gone)})
                     num_kept = sum(len(m.token_ids) for m in left)
                     core.forgetting.forget(user, live.forget_paths(gone), branches, num_kept)
                     return
@@ -133,7 +129,7 @@ class Turns:
 
     async def select(self, request: Request, user: UserId, session: SessionId, message: MessageId) -> None:
         async with self._core.sessions.changing(user, session) as live:
-            await self._commit(request, live, live.tree.select(message), [], {})
+            await self._commits.change(request, live, live.tree.select(message), [], {})
 
     async def stop(self, request: Request, user: UserId, session: SessionId, message: MessageId) -> None:
         core = self._core
@@ -168,7 +164,7 @@ class Turns:
         question = encoded.pop(question.message)
         reply = self._new_reply(live, question.message, params)
         fields = {"message": question.message, "reply": reply.message}
-        await self._commit_turn(request, live, (question, reply), encoded, fields)
+        await self._commits.turn(request, live, (question, reply), encoded, fields)
 
     def _new_reply(self, live: LiveSession, parent: MessageId, params: dict[str, Any]) -> MessageRecord:
         return MessageRecord(
@@ -202,83 +198,6 @@ class Turns:
             raise ContextOverflowError.of(num_tokens, context_tokens)
         return encoded
 
-    async def _commit_turn(
-        self,
-        request: Request,
-        live: LiveSession,
-        new: tuple[MessageRecord, ...],
-        encoded: dict[MessageId, MessageRecord],
-        fields: dict[str, Any],
-    ) -> None:
-        change = live.tree.append(*new)
-        # A fork on the path may get both its ids and its choice in one change.
-        puts = {r.message: r for r in (*encoded.values(), *change.puts)}
-        for message in puts.keys() & encoded.keys():
-            ids = encoded[message]
-            puts[message] = msgspec.structs.replace(puts[message], token_ids=ids.token_ids, encoded_for=ids.encoded_for)
-        change = msgspec.structs.replace(change, puts=tuple(puts.values()))
-        events: list[AnyEvent] = [
-            MessageAdded(
-                session=live.session,
-                message=m.message,
-                parent=m.parent,
-                role=m.role,
-                text=m.text,
-                status=m.status,
-            )
-            for m in new
-        ]
-        title = _title_of(new[0].text) if new[0].role == USER and not live.record.title else ""
-        await self._commit(request, live, change, events, fields, start=new[-1], title=title)
-
-    async def _commit(
-        self,
-        request: Request,
-        live: LiveSession,
-        change: TreeChange,
-        events: list[AnyEvent],
-        fields: dict[str, Any],
-        *,
-        start: MessageRecord | None = None,
-        title: str = "",
-    ) -> None:
-        """Store a change of the tree, then apply it, answer, publish, and start what is to be generated."""
-        core = self._core
-        if change.leaf != live.tree.leaf:
-            events.append(BranchSelected(session=live.session, leaf=change.leaf))
-        now = live.record.updated_at if start is None else core.clock()
-        record = with_tree(live.record, leaf=change.leaf, root_child=change.root_child, now=now)
-        if title:
-            record = msgspec.structs.replace(record, title=title, version=record.version + 1)
-            events.append(SessionUpdated(session=live.session, title=title))
-        old_ids = {m: live.tree.get(m).token_ids for r in change.puts if (m := r.message) in live.tree}
-
-        def apply() -> None:
-            if any(old_ids.get(r.message) and old_ids[r.message] != r.token_ids for r in change.puts):
-                live.paths.clear()  # another system prompt: the engine's paths begin otherwise
-            live.tree.apply(change)
-            live.record = record
-            request.answer(fields)
-            if start is not None:
-                core.generations.start(live, live.tree.get(start.message))
-
-        transaction = Transaction(
-            user=live.user,
-            session=live.session,
-            record=record,
-            puts=change.puts,
-            deletes=change.deletes,
-            events=tuple(events),
-            idempotency=request.idempotency(fields),
-            quota=Quota() if start is None else quota_of(core.limits, starts=True),
-            announcement=b"" if start is None else core.announce(live.session, title or None),
-        )
-        earlier = await core.sessions.commit(live, transaction, apply)
-        if earlier is not None:
-            request.answer_earlier(earlier)
-        elif start is not None:
-            core.publish_changed(live.user, live.session, title or None, deleted=False)
-
     def _named(self, live: LiveSession, message: MessageId, role: str, field: str) -> MessageRecord:
         record = live.tree.get(message)
         if record.role != role:
@@ -297,12 +216,3 @@ class Turns:
         if len(live.tree) + num_new > most:
             raise TooLargeError(f"a session holds at most {most} messages; fork it to go on", field="session")
         core.check_load(live.user)
-
-
-def _title_of(text: str) -> str:
-    """The first line of a conversation's first message, cut at a word."""
-    line = " ".join(next((line for line in text.splitlines() if line.strip()), "").split())
-    if len(line) <= MAX_TITLE_CHARS:
-        return line
-    cut = line[: MAX_TITLE_CHARS - 1]
-    return (cut.rpartition(" ")[0] if " " in cut[MAX_TITLE_CHARS // 2 :] else cut) + "…"
