@@ -40,6 +40,8 @@ from tests.fakes.fake_runner import FakeRunner
 from tests.fakes.inline_engine import InlineEngineClient
 from tests.fakes.memory_store import MemoryStore
 
+Encoders = dict[str, PromptEncoder]
+"""By kind of template."""
 ANN = UserId("ann")
 BOB = UserId("bob")
 

@@ -9,14 +9,11 @@ import random
 
 import pytest
 
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import ChatError
 from chatserve.types import SessionId
-from tests.chat.harness import ANN, Harness, Talkative, view_of
-from tests.chat.test_faults import FlakyStore
+from tests.chat.bad_stores import FlakyStore
+from tests.chat.harness import ANN, Encoders, Harness, Talkative, view_of
 from tests.fakes.memory_store import MemoryStore
-
-Encoders = dict[str, PromptEncoder]
 
 
 class Clients:

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from chatserve.chat.completion import Chunk
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import BadParamsError, ChatError, ContextOverflowError, EngineUnavailableError
-from tests.chat.harness import ANN, Harness, Scripted, Talkative
+from tests.chat.harness import ANN, Encoders, Harness, Scripted, Talkative
 from tests.fakes.fake_runner import FakeRunner
-
-Encoders = dict[str, PromptEncoder]
 
 
 @pytest.fixture

@@ -8,11 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from chatserve.chat.engine_watch import EngineWatch
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import EngineUnavailableError
-from tests.chat.harness import Harness
-
-Encoders = dict[str, PromptEncoder]
+from tests.chat.harness import Encoders, Harness
 
 
 class Link:

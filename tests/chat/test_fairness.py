@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.config import Limits
-from tests.chat.harness import BOB, Harness
-
-Encoders = dict[str, PromptEncoder]
+from tests.chat.harness import BOB, Encoders, Harness
 
 
 async def test_one_users_hundred_answers_do_not_keep_another_waiting(encoders: Encoders) -> None:

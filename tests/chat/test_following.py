@@ -10,10 +10,8 @@ import pytest
 from chatserve.chat import sessions
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import BadParamsError
-from tests.chat.harness import ANN, Harness, Mirror, refused, view_of
+from tests.chat.harness import ANN, Encoders, Harness, Mirror, refused, view_of
 from tests.fakes.memory_store import MemoryStore
-
-Encoders = dict[str, PromptEncoder]
 
 
 async def test_a_snapshot_at_any_moment_is_what_the_events_up_to_it_tell(encoders: Encoders) -> None:

@@ -9,11 +9,9 @@ import pytest
 
 from chatserve.chat import forgetting
 from chatserve.chat.prompt import PromptEncoder
-from tests.chat.harness import ANN, Harness, Talkative
+from tests.chat.harness import ANN, Encoders, Harness, Talkative
 from tests.fakes.engines import make_engine
 from tests.fakes.inline_engine import InlineEngineClient
-
-Encoders = dict[str, PromptEncoder]
 
 
 @asynccontextmanager

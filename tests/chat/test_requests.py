@@ -7,24 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import ConflictError, NotFoundError
 from chatserve.types import SessionId, UserId
-from tests.chat.harness import ANN, BOB, Harness, refused
+from tests.chat.harness import ANN, BOB, Encoders, Harness, refused
 from tests.fakes.memory_store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-Encoders = dict[str, PromptEncoder]
-
-
-@pytest.fixture
-async def harness(encoders: Encoders) -> Any:
-    async with Harness(encoders["chatml"]) as harness:
-        yield harness
-        await harness.idle()
-        await harness.check()
 
 
 async def test_three_times_at_once_makes_one_message_and_gives_one_answer(harness: Harness) -> None:

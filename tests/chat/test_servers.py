@@ -1,64 +1,20 @@
-"""Several servers on one store: one of them holds a session at a time, whoever asks is served, and the heirs of the
-dead go on with the same text."""
+"""Several servers on one store: one of them holds a session at a time, and whoever asks any of them is served."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 from typing import Any
 
 import pytest
 
-from chatserve.chat import forwarding, leases, orphans
-from chatserve.chat.events import AnyEvent, SessionUpdated
-from chatserve.chat.letters import AnyLetter, LeaseTaken, encode_letter
-from chatserve.chat.live_session import LiveSession
-from chatserve.chat.prompt import PromptEncoder
-from chatserve.chat.store import LeaseLostError
-from chatserve.errors import ChatError, NotFoundError, OverloadedError
-from chatserve.types import SessionId, UserId
-from tests.chat.harness import ANN, BOB, Harness, refused, view_of
+from chatserve.errors import ChatError, NotFoundError
+from chatserve.types import SessionId
+from tests.chat.harness import ANN, BOB, Encoders, refused
+from tests.chat.servers import SAMPLED, agree, is_held, server
 from tests.fakes.memory_store import MemoryStore
 
-Encoders = dict[str, PromptEncoder]
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "CONFIRM_S", 0.0)
-    monkeypatch.setattr(orphans, "LEAST_PAUSE_S", 0.01)
-    monkeypatch.setattr(forwarding, "ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr(forwarding, "UNHEARD_PAUSE_S", 0.01)
-
-
-def server(encoders: Encoders, store: MemoryStore, place: str, **options: Any) -> Harness:
-    return Harness(encoders["chatml"], store=store, place=place, **{"beat_s": 0.02, **options})
-
-
-def is_held(harness: Harness, session: SessionId) -> bool:
-    return harness.service._core.sessions.peek(ANN, session) is not None
-
-
-async def agree(*servers: Harness) -> None:
-    """Everyone who follows a session has the same of it, and it is what the store has."""
-    for session in servers[0].mirrors:
-        states = [await server.service.snapshot(ANN, SessionId(session)) for server in servers]
-        stored = view_of(states[0])
-        for one in servers:
-            mirror, seq = one.mirrors[session], stored[0]
-            await one.until(lambda mirror=mirror, seq=seq: mirror.seq >= seq)
-            assert mirror.view() == stored
-        assert all(view_of(state) == stored for state in states)
-        assert sum(is_held(one, SessionId(session)) for one in servers) <= 1
-
-
-async def undisturbed(encoders: Encoders, text: str, **params: Any) -> str:
-    async with Harness(encoders["chatml"]) as alone:
-        session = await alone.create(params=params)
-        _, reply = await alone.turn(session, text)
-        return alone.text(session, reply)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 async def test_stop_branch_and_stream_from_either_of_two_servers(encoders: Encoders) -> None:
@@ -125,43 +81,6 @@ async def test_an_answer_comes_before_the_events_of_a_request_that_another_serve
         await agree(a, b)
 
 
-async def test_an_answer_comes_before_the_events_that_a_take_over_finds(encoders: Encoders) -> None:
-    """The server that did the request dies, and nothing that it said of it was heard."""
-    store = MemoryStore()
-    a = await server(encoders, store, "a").__aenter__()
-    async with server(encoders, store, "b") as b:
-        session = await a.create(params={"max_tokens": 3000})
-        await b.follow(session)
-        _, running = await a.say(session, "holds it")
-        await b.writing(session, running)
-        b.service._runtime.feed.is_deaf = True
-        asking = asyncio.ensure_future(b.say(session, "meanwhile", max_tokens=3))
-        await a.until(lambda: len(a.mirrors[session].messages) == 4)
-        await a.crash()
-        store.workers.die(a.owner)
-        _, reply = await asking  # checks the order
-        await b.ended(session, reply)
-        await b.call("stop_generation", session=session, message=running)
-        await agree(b)
-
-
-async def test_followers_of_what_is_trimmed_are_sent_away_by_a_take_over(encoders: Encoders) -> None:
-    store = MemoryStore(event_history=5)
-    a = await server(encoders, store, "a").__aenter__()
-    async with server(encoders, store, "b") as b:
-        session = await a.create(params={"max_tokens": 60})
-        await b.follow(session)
-        b.service._runtime.feed.is_deaf = True
-        _, reply = await a.turn(session, "too much to be caught up with")
-        await a.crash()
-        store.workers.die(a.owner)
-        await b.service._core.sessions.get(ANN, session)
-        assert b.broken_off == [session]
-        await b.follow(session)
-        await b.turn(session, "goes on", reply, max_tokens=2)
-        await agree(b)
-
-
 async def test_an_idle_session_moves_to_whoever_asks_and_stays_where_it_is_followed(encoders: Encoders) -> None:
     store = MemoryStore()
     async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
@@ -216,199 +135,6 @@ async def test_another_users_session_is_not_found_on_any_server(encoders: Encode
         assert session not in b.mirrors
 
 
-@pytest.mark.parametrize("at", [0, 1, 25, 90])
-async def test_the_heir_of_a_dead_server_goes_on_with_the_same_text(encoders: Encoders, at: int) -> None:
-    wanted = await undisturbed(encoders, "a long answer please", **SAMPLED, max_tokens=120)
-    store = MemoryStore()
-    a = await server(encoders, store, "a").__aenter__()
-    async with server(encoders, store, "b") as b:
-        session = await a.create(params={**SAMPLED, "max_tokens": 120})
-        await b.follow(session)
-        _, reply = await a.say(session, "a long answer please")
-        await b.until(lambda: reply in b.mirrors[session].messages)
-        await b.writing(session, reply, at)
-        await a.crash()
-        store.workers.die(a.owner)
-        end = await b.ended(session, reply)
-        assert b.text(session, reply) == wanted
-        assert (end.reason, end.usage.completion_tokens) == ("length", 120)
-        assert len(b.mirrors[session].starts[reply]) == 1, "no second start"
-        await b.turn(session, "goes on", reply, max_tokens=2)
-        await agree(b)
-        await b.idle()
-
-
-async def test_a_session_that_cannot_be_taken_over_keeps_no_other_from_it(
-    encoders: Encoders, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = MemoryStore()
-    a = await server(encoders, store, "a").__aenter__()
-    async with server(encoders, store, "b") as b:
-        made = [await a.create(params={"max_tokens": 3000}) for _ in range(4)]
-        replies = [(await a.say(session, "on"))[1] for session in made]
-        for session, reply in zip(made, replies, strict=True):
-            await a.writing(session, reply)
-        damaged = made[0]
-        stored = store._sessions[ANN, damaged]
-        whole, stored.record = stored.record, None  # type: ignore[assignment]
-        await a.crash()
-        store.workers.die(a.owner)
-        await b.until(lambda: all(is_held(b, session) for session in made[1:]))
-        await b.until(lambda: a.owner not in store.workers._known)
-        assert damaged in caplog.text
-        stored.record = whole
-        for session, reply in zip(made[1:], replies[1:], strict=True):
-            await b.call("stop_generation", session=session, message=reply)
-        await b.idle()
-
-
-async def test_a_server_that_starts_in_a_dead_ones_place_goes_on_at_once(encoders: Encoders) -> None:
-    """Also with a message that was being continued, whose older tokens are part of the prompt."""
-    store = MemoryStore()
-    wanted = await undisturbed(encoders, "go", temperature=0, max_tokens=60)
-    a = await server(encoders, store, "a").__aenter__()
-    session = await a.create(params={"temperature": 0})
-    _, reply = await a.turn(session, "go", max_tokens=20)
-    await a.call("continue_message", session=session, message=reply, params={"max_tokens": 40})
-    await a.writing(session, reply, len(a.text(session, reply)) + 10)
-    await a.crash()
-    async with server(encoders, store, "a", beat_s=1000) as again:
-        assert is_held(again, session), "before it serves anyone"
-        await again.follow(session)
-        end = await again.ended(session, reply)
-        assert end.usage.completion_tokens == 40
-        assert again.text(session, reply) == wanted
-        assert await store.workers.known() == [again.owner]
-        await again.turn(session, "goes on", reply, max_tokens=2)
-        await again.idle()
-
-
-async def test_a_server_that_was_taken_for_dead_writes_nothing_more_and_follows(encoders: Encoders) -> None:
-    wanted = await undisturbed(encoders, "on", **SAMPLED, max_tokens=400)
-    store = MemoryStore()
-    async with server(encoders, store, "a", beat_s=1000) as a, server(encoders, store, "b") as b:
-        session = await a.create(params={**SAMPLED, "max_tokens": 400})
-        await b.follow(session)
-        _, reply = await a.say(session, "on")
-        await b.writing(session, reply, 20)
-        a.client.pause()  # it stands still: no step, no heartbeat
-        store.workers.die(a.owner)
-        await b.until(lambda: is_held(b, session))
-        a.client.resume()
-        await b.ended(session, reply)
-        await a.ended(session, reply)
-        assert not is_held(a, session)
-        assert a.text(session, reply) == b.text(session, reply) == wanted
-        await a.turn(session, "from a", reply, max_tokens=3)
-        await agree(a, b)
-        await a.idle()
-        await b.idle()
-
-
-async def test_a_server_whose_leases_are_gone_and_that_was_not_told_finds_out(encoders: Encoders) -> None:
-    store = MemoryStore()
-    async with server(encoders, store, "a", beat_s=1000) as a, server(encoders, store, "b") as b:
-        session = await a.create(params={"max_tokens": 3000})
-        await b.follow(session)
-        _, reply = await a.say(session, "on")
-        await b.writing(session, reply, 20)
-        deaf = a.service._runtime.feed
-        deaf.is_deaf = True
-        store.workers.die(a.owner)
-        await b.until(lambda: is_held(b, session))
-        await a.until(lambda: not is_held(a, session))  # its next text was refused
-        deaf.recover()
-        await a.call("stop_generation", session=session, message=reply)
-        assert a.mirrors[session].ends[reply][0].reason == "cancelled"
-        await b.turn(session, "on", reply, max_tokens=2)
-        await agree(a, b)
-
-
-async def test_a_lease_that_is_good_again_is_not_dropped_for_a_letter_that_is_late(encoders: Encoders) -> None:
-    store = MemoryStore()
-    async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
-        session = await a.create(params={"max_tokens": 3000})
-        await b.follow(session)
-        _, reply = await a.say(session, "on")
-        await a.writing(session, reply, 20)
-        held = a.service._core.sessions
-        live = held.peek(ANN, session)
-        told: list[AnyLetter] = []
-        take = a.service._runtime.forwarding.take
-        a.service._runtime.forwarding.take = lambda letter: (told.append(letter), take(letter))
-        assert store.feeds.send(a.owner, encode_letter(LeaseTaken(ANN, session)))
-        await a.until(lambda: told and not held.tenure._tasks)
-        assert held.peek(ANN, session) is live
-        await a.call("stop_generation", session=session, message=reply)
-        assert a.mirrors[session].ends[reply][0].reason == "cancelled"
-        await agree(a, b)
-
-
-async def test_what_a_broken_feed_missed_is_read(encoders: Encoders) -> None:
-    store = MemoryStore()
-    async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
-        session = await a.create(params={"max_tokens": 2000})
-        await b.follow(session)
-        _, reply = await a.say(session, "on")
-        feed = b.service._runtime.feed
-        for _ in range(5):
-            seen = len(b.text(session, reply)) if reply in b.mirrors[session].messages else 0
-            feed.is_deaf = True
-            length = len(a.text(session, reply)) if reply in a.mirrors[session].messages else 0
-            await a.writing(session, reply, length + 20)
-            feed.recover()
-            await b.until(lambda seen=seen: reply in b.mirrors[session].messages and len(b.text(session, reply)) > seen)
-        feed.is_deaf = True
-        await a.call("stop_generation", session=session, message=reply)
-        feed.recover()
-        await b.ended(session, reply)
-        await agree(a, b)
-        assert not b.broken_off
-
-
-async def test_followers_of_what_is_trimmed_are_sent_away(encoders: Encoders) -> None:
-    store = MemoryStore(event_history=5)
-    async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
-        session = await a.create(params={"max_tokens": 60})
-        await b.follow(session)
-        feed = b.service._runtime.feed
-        feed.is_deaf = True
-        await a.turn(session, "too much to be caught up with")
-        feed.recover()
-        await b.until(lambda: b.broken_off == [session])
-        await b.follow(session)
-        await agree(a, b)
-
-
-async def test_followers_of_what_cannot_be_read_are_sent_away_and_hear_all_when_they_are_back(
-    encoders: Encoders, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Damaged(MemoryStore):
-        is_damaged = False
-
-        async def events(self, user: UserId, session: SessionId, after: int) -> list[AnyEvent] | None:
-            if self.is_damaged:
-                raise ValueError("this is no event")
-            return await super().events(user, session, after)
-
-    store = Damaged()
-    async with server(encoders, store, "a") as a, server(encoders, store, "b") as b:
-        session = await a.create(params={"max_tokens": 2000})
-        await b.follow(session)
-        _, reply = await a.say(session, "on")
-        await b.writing(session, reply, 20)
-        store.is_damaged = True
-        b.service._runtime.feed.is_deaf = True
-        b.service._runtime.feed.recover()
-        await b.until(lambda: b.broken_off == [session])
-        assert "this is no event" in caplog.text
-        store.is_damaged = False
-        await b.follow(session)
-        await a.call("stop_generation", session=session, message=reply)
-        await b.ended(session, reply)
-        await agree(a, b)
-
-
 async def test_whoever_follows_anywhere_keeps_an_answer_going(encoders: Encoders) -> None:
     store = MemoryStore()
     async with server(encoders, store, "a", orphan_grace_s=0.0) as a, server(encoders, store, "b") as b:
@@ -431,41 +157,6 @@ async def test_whoever_follows_anywhere_keeps_an_answer_going(encoders: Encoders
                 state = await b.service.snapshot(ANN, session)
         assert state.messages[-1].status == "stopped"
         assert state.messages[-1].text.startswith(mirror.messages[reply]["text"])
-
-
-async def test_a_server_that_is_stopped_hands_over(encoders: Encoders) -> None:
-    wanted = await undisturbed(encoders, "on", **SAMPLED, max_tokens=300)
-    store = MemoryStore()
-    a = await server(encoders, store, "a").__aenter__()
-    async with server(encoders, store, "b") as b:
-        session = await a.create(params={**SAMPLED, "max_tokens": 300})
-        await b.follow(session)
-        _, reply = await a.say(session, "on")
-        await b.writing(session, reply, 20)
-        a.client.pause()
-        await a.service.drain(0.0)
-        error = await refused(a.say(session, "no more"))
-        assert isinstance(error, OverloadedError)
-        assert error.retryable
-        assert isinstance(await refused(b.say(session, "nor from there, while it has it")), OverloadedError)
-        await a.__aexit__()
-        assert (await b.ended(session, reply)).reason == "length"
-        assert b.text(session, reply) == wanted
-        await b.until(lambda: len(store.workers._known) == 1)
-        await b.turn(session, "goes on", reply, max_tokens=2)
-        await agree(b)
-        await b.idle()
-
-
-async def test_a_draining_server_lets_answers_end(encoders: Encoders) -> None:
-    store = MemoryStore()
-    async with server(encoders, store, "a") as a:
-        session = await a.create(params={"max_tokens": 50})
-        _, reply = await a.say(session, "on")
-        await a.service.drain(10.0)
-        assert (await a.ended(session, reply)).reason == "length"
-        assert isinstance(await refused(a.say(session, "more", reply)), OverloadedError)
-    assert await store.workers.known() == [], "nothing is left to inherit"
 
 
 async def test_every_server_tells_its_sockets_of_changed_lists(encoders: Encoders) -> None:
@@ -559,37 +250,6 @@ async def test_servers_that_come_and_go_lose_and_double_nothing(encoders: Encode
             await one.__aexit__()
 
 
-async def test_a_store_that_lost_its_last_writes_is_believed(encoders: Encoders) -> None:
-    """As after a failover: a replica becomes the primary before it has heard of everything."""
-    wanted = await undisturbed(encoders, "on", **SAMPLED, max_tokens=200)
-    store = MemoryStore()
-    async with server(encoders, store, "a") as a:
-        session = await a.create(params={**SAMPLED, "max_tokens": 200})
-        lost = await a.create(params={"max_tokens": 3})
-        _, reply = await a.say(session, "on")
-        await a.writing(session, reply, 20)
-        older = copy.deepcopy(store._sessions)
-        await a.turn(lost, "never happened")
-        await a.writing(session, reply, 60)
-        a.client.pause()
-        shown = {name: a.mirrors[name].seq for name in (session, lost)}
-        store._sessions = older
-        store.feeds.interrupt()
-        await a.until(lambda: set(a.broken_off) == {session, lost})
-        a.client.resume()
-        await a.follow(session)
-        await a.follow(lost)
-        await a.ended(session, reply)
-        assert a.text(session, reply) == wanted
-        assert not a.mirrors[lost].messages
-        for name, seq in shown.items():
-            assert a.mirrors[name].seq > seq, "no number is used again"
-            assert await a.service.replay(ANN, name, seq) is None, "whoever saw what is lost gets a snapshot"
-        await a.turn(lost, "happened", max_tokens=2)
-        await agree(a)
-        await a.idle()
-
-
 async def test_old_conversations_expire_unless_something_happens_in_them(encoders: Encoders) -> None:
     store = MemoryStore()
     async with server(encoders, store, "a", expiry_s=100.0) as a, server(encoders, store, "b", expiry_s=100.0) as b:
@@ -613,38 +273,3 @@ async def test_old_conversations_expire_unless_something_happens_in_them(encoder
         assert [await one.service._expiry.once() for one in (a, b)] == [1, 0]
         left = (await a.service.list_sessions(ANN)).sessions
         assert {found.session for found in left} == {running, watched, elsewhere}
-
-
-async def test_what_nobody_took_over_from_a_server_that_was_taken_for_dead_goes_on_there(encoders: Encoders) -> None:
-    wanted = await undisturbed(encoders, "on", **SAMPLED, max_tokens=200)
-    store = MemoryStore()
-    async with server(encoders, store, "a") as a:
-        session = await a.create(params={**SAMPLED, "max_tokens": 200})
-        _, reply = await a.say(session, "on")
-        await a.writing(session, reply, 20)
-        a.client.pause()
-        fence = (await store.acquire(ANN, session, a.owner)).fence
-        await store.workers.forget(a.owner)  # by an heir that had looked before the session was noted
-        await a.until(lambda: is_held(a, session) and a.service._core.sessions.peek(ANN, session).fence > fence)
-        a.client.resume()
-        await a.ended(session, reply)
-        assert a.text(session, reply) == wanted
-        assert (ANN, session) in await store.workers.noted(a.owner)
-        await a.idle()
-
-
-async def test_a_write_whose_answer_comes_after_its_lease_was_lost_is_not_waited_for(encoders: Encoders) -> None:
-    store = MemoryStore()
-    async with server(encoders, store, "a") as a:
-        session = await a.create()
-        state = await store.load(ANN, session)
-        assert state is not None
-        told: list[Any] = []
-        live = LiveSession(state, lambda *event: told.append(event))
-        live.lose()
-        event = SessionUpdated(session=session, title="late")
-        with pytest.raises(LeaseLostError):
-            async with asyncio.timeout(5):
-                await live.delivered(live.seq + 2, [event], lambda: told.append("applied"))
-        live.deliver(live.seq + 1, [event], lambda: told.append("applied"))
-        assert told == [], "whoever follows is told by what the store has"

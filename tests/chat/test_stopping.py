@@ -6,12 +6,9 @@ import asyncio
 
 import pytest
 
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.errors import NotFoundError
 from chatserve.types import FinishReason
-from tests.chat.harness import ANN, Harness, Talkative, refused
-
-Encoders = dict[str, PromptEncoder]
+from tests.chat.harness import ANN, Encoders, Harness, Talkative, refused
 
 
 async def test_the_answer_to_stop_comes_after_the_end_and_no_text_follows(encoders: Encoders) -> None:

@@ -11,15 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatserve.chat import transfer
-from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.store import Committed, Transaction
 from chatserve.config import Limits
 from chatserve.errors import BadParamsError, StoreUnavailableError, TooLargeError
 from chatserve.types import MessageId
-from tests.chat.harness import ANN, Harness, refused
+from tests.chat.harness import ANN, Encoders, Harness, refused
 from tests.fakes.memory_store import MemoryStore
-
-Encoders = dict[str, PromptEncoder]
 
 
 def shape(messages: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -15,12 +15,11 @@ from chatserve.chat.prompt import PromptEncoder
 from chatserve.engine.messages import Hint, Inspect
 from chatserve.errors import NotFoundError
 from chatserve.types import MessageId, SessionId
-from tests.chat.harness import ANN, BOB, Harness, Talkative, refused
+from tests.chat.harness import ANN, BOB, Encoders, Harness, Talkative, refused
 from tests.chat.models import KINDS
 from tests.fakes.engines import make_engine
 from tests.fakes.inline_engine import InlineEngineClient
 
-Encoders = dict[str, PromptEncoder]
 DRAFT = (
     "what I would like to know about the lighthouse is how tall it was when they had built it and who lived in there"
 )

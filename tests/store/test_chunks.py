@@ -19,8 +19,8 @@ from chatserve.errors import StoreUnavailableError
 from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.types import SessionId, UserId
 from tests.store.proxy import Proxy
+from tests.store.records import SESSION, change, create, delta, generating, message, selected
 from tests.store.test_quotas import usage
-from tests.store.test_store_contract import SESSION, change, create, delta, generating, message, selected
 from tests.store.test_store_faults import own_server as own_server  # noqa: PLC0414 - a fixture
 from tests.store.test_store_faults import proxied as proxied  # noqa: PLC0414 - a fixture
 from tests.store.test_store_faults import proxy as proxy  # noqa: PLC0414 - a fixture

@@ -25,7 +25,7 @@ from chatserve.errors import NotFoundError, StartupError, StoreUnavailableError
 from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.types import MessageId, SessionId, UserId
 from tests.store.proxy import Proxy
-from tests.store.test_store_contract import SESSION, change, create, delta, generating, message, selected
+from tests.store.records import SESSION, change, create, delta, generating, message, selected
 from tests.store.test_store_faults import own_server as own_server  # noqa: PLC0414 - a fixture
 
 A, B = Owner("place-a/1"), Owner("place-b/1")

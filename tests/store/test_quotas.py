@@ -12,7 +12,7 @@ from chatserve.chat.store import Idempotency, Transaction
 from chatserve.errors import QuotaExceededError, RateLimitedError
 from chatserve.supervisor.embedded_store import EmbeddedStore
 from chatserve.types import SessionId, UserId
-from tests.store.test_store_contract import SESSION, change, create, delta, generating, message
+from tests.store.records import SESSION, change, create, delta, generating, message
 from tests.store.test_store_faults import own_server  # noqa: F401 - a fixture
 
 OTHER = SessionId("s2")

@@ -27,8 +27,8 @@ from chatserve.chat.workers import Owner, Standing
 from chatserve.errors import StartupError, StoreUnavailableError
 from chatserve.supervisor.network import ping_redis
 from chatserve.types import UserId
+from tests.store.records import SESSION, change, create, delta, generating, selected
 from tests.store.test_leases import listening, owner
-from tests.store.test_store_contract import SESSION, change, create, delta, generating, selected
 
 SERVER = shutil.which("redis-server")
 CLI = shutil.which("redis-cli")
