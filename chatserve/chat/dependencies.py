@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chatserve.chat.core import PublishChanged
-from chatserve.chat.engine_link import EngineClient
+from chatserve.chat.engine_client import EngineClient
 from chatserve.chat.live_session import Publish
 from chatserve.chat.prompt import PromptEncoder
 from chatserve.chat.store import Store

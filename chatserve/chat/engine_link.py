@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Final, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
+from chatserve.chat.engine_client import EngineClient
 from chatserve.chat.quotas import RETRY_AFTER_S
 from chatserve.chat.run import Run, RunEnd
 from chatserve.engine.messages import (
-    CacheReport,
     Drained,
     EngineDown,
     EngineEvent,
     EngineInfo,
     Finished,
     Hello,
-    Hint,
-    PathRef,
     Rejected,
     Started,
     StepOutput,
@@ -36,7 +34,7 @@ from chatserve.errors import EngineUnavailableError, OverloadedError
 from chatserve.types import FinishReason, RequestId, UserId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -44,27 +42,6 @@ MOST_DEATHS: Final = 2
 """A run that was on the engine at so many of its deaths is suspected of causing them and is not submitted again. So is
 one of which the engine said nothing: it may have died of the very step that was its first.
 """
-
-
-class EngineClient(Protocol):
-    """What is needed of `chatserve.engine.client.EngineClient`; the sending verbs raise `EngineUnavailableError`."""
-
-    @property
-    def info(self) -> EngineInfo | None: ...
-
-    def submit(self, request: Submit, /) -> None: ...
-
-    def cancel(self, request_id: RequestId, keep: int | None = None) -> None: ...
-
-    def hint(self, hint: Hint, /) -> None: ...
-
-    def release(
-        self, user: UserId, paths: tuple[PathRef, ...], num_kept_tokens: int = 0, token_ids: tuple[int, ...] = ()
-    ) -> None: ...
-
-    async def inspect(self, *, with_map: bool = False) -> CacheReport: ...
-
-    def events(self) -> AsyncIterator[EngineEvent]: ...
 
 
 class EngineLink:

@@ -16,7 +16,7 @@ from chatserve.errors import EngineUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from chatserve.chat.engine_link import EngineClient
+    from chatserve.chat.engine_client import EngineClient
     from chatserve.engine.messages import PathRef
     from chatserve.types import UserId
 
