@@ -10,7 +10,7 @@ import pytest
 from chatserve.server.schema import build_schema, schema_text
 from tests.blackbox.client import ChatClient, RequestFailedError
 from tests.server.harness import running_server
-from tests.server.test_protocol import HELLO, REQUESTS
+from tests.server.talking import HELLO, REQUESTS
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "chat.v1.schema.json"
 
