@@ -195,7 +195,6 @@ def test_swapped_and_preempted(world: World, num_blocks: int, num_host_blocks: i
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_blocks", [9, 16, 30])
 def test_swapped_and_preempted_with_random_delays_on_every_stream(world: World, num_blocks: int) -> None:
     """Steps and copies of both directions are held up by up to some milliseconds each: only events keep their order."""

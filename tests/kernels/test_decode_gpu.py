@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from tests.kernels.decode_cases import Case, Heads, assert_close, flat, forest
 from tests.kernels.test_plan import forests
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 LLAMA = Heads(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 

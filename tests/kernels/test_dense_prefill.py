@@ -48,9 +48,8 @@ def test_head_sizes_and_groups(num_heads: int, num_kv_heads: int, head_dim: int)
     check([DensePiece(50, 30, 48)], Heads(num_heads, num_kv_heads, head_dim, dtype=DTYPES[-1]))
 
 
+@pytest.mark.gpu
 def test_what_split_gives_at_real_sizes() -> None:
-    if DEVICE.type == "cpu":
-        pytest.skip("takes a GPU")
     pieces = [split(start, length) for start, length in [(0, 2048), (0, 1300), (4096, 512), (5000, 700), (700, 600)]]
     check([piece for piece in pieces if piece is not None], Heads(32, 8, 128, dtype=torch.bfloat16))
 

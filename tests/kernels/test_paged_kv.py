@@ -51,10 +51,11 @@ def test_padding_is_stored_nowhere() -> None:
     assert values.isnan().all()
 
 
+@pytest.mark.gpu
 def test_a_pool_may_have_more_than_2_31_elements() -> None:
-    """Offsets alone are looked at: the tensors are views that overlap, of a stride that 32 bits do not hold."""
-    if DEVICE == "cpu":
-        pytest.skip("takes 5 GB of GPU memory")
+    """Offsets alone are looked at: the tensors are views that overlap, of a stride that 32 bits do not hold.
+
+    Takes 5 GB."""
     pool = torch.empty(2**31 + 4096, dtype=torch.float16, device=DEVICE)
     keys = pool.as_strided((2**20 + 1, 1, 2, 16), (2048, 32, 16, 1))
     value = torch.randn(1, 1, 16, device=DEVICE).half()

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from tests.kernels.decode_cases import Heads
 from tests.kernels.test_prefill import check
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LLAMA = Heads(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 
 

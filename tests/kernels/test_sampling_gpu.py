@@ -13,10 +13,7 @@ from chatserve_kernels.sampling import SamplingWorkspace, greedy_rows, sample_to
 from chatserve.model import sampler
 from chatserve.types import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 VOCAB_SIZE = 128_256
 SETTINGS = [
     {"temperature": 0.0, "top_p": 1.0},

@@ -10,8 +10,6 @@ from chatserve_kernels.swap import BlockMover, block_runs
 from hypothesis import given
 from hypothesis import strategies as st
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=30), st.sampled_from([None, 1, 4, 5]))
 def test_runs_are_the_pairs_in_their_order(pairs, slab_blocks):
@@ -70,7 +68,6 @@ def pools():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_blocks_arrive_where_they_should_and_no_others_change(pools):
     device, host, mover = pools
     rng = np.random.default_rng(0)
@@ -94,7 +91,6 @@ def test_blocks_arrive_where_they_should_and_no_others_change(pools):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_moves_are_in_order_with_the_step_that_is_running(pools):
     """A block moves out after the step that fills it, in after the step that reads what it replaces, and back after it
     has moved out; the next step waits for the event."""

@@ -24,8 +24,7 @@ from tests.fakes.engines import USER, Transcript, make_submit, run_until_idle
 from tests.model.tiny import OUR_FAMILIES, make_model
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=3, block_size=4)
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=(pytest.mark.gpu, NEEDS_CUDA))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -195,7 +195,6 @@ def test_steps_that_fit_no_graph_run_eagerly_and_agree(llama_dir: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="takes minutes where kernels are interpreted")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_scripts_on_a_gpu(llama_dir: Path, dtype: str) -> None:
     """In float32 the texts are the CPU's; in 16 bits, those of the same steps without padding."""

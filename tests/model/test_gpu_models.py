@@ -15,10 +15,7 @@ from chatserve.errors import StartupError
 from chatserve.model.runner import build_runner
 from tests.model.tiny import OUR_FAMILIES, VOCAB, make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def settings_of(directory: Path, **fields: Any) -> EngineSettings:
