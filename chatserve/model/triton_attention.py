@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import triton
-from chatserve_kernels.configs import default_configs, prefill_configs
+from chatserve_kernels.configs import DTYPES, HEAD_DIMS, MAX_GROUP, default_configs, prefill_configs
 from chatserve_kernels.dense_prefill import DenseWorkspace, serves, split, warm_up
 from chatserve_kernels.device_plan import make_planner, make_prefill_planner
 from chatserve_kernels.forest import CostModel
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
     from chatserve.model.kv_storage import KVStorage
 
-HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
-"""Head sizes that the kernels have been held against the torch implementation for, on a GPU."""
-MAX_GROUP = 16
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAPABILITY = (9, 0)
 """Hopper, whose dependent launches the kernels use, and whose shared memory their tiles are cut for."""
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from chatserve_kernels.device_plan import MERGE_PROGRAMS, DecodeConfigs
 from chatserve_kernels.tiles import HopperTile, Pace, TileConfig
 
+HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
+"""Head sizes that the attention kernels have been held against plain torch for, on a GPU."""
+MAX_GROUP = 16
+"""The most query heads a KV head: small tiles have so many rows."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 16
 """Up to here one large program a multiprocessor, which leaves fewer partials to merge, beats two smaller ones."""
 
