@@ -127,6 +127,6 @@ def test_no_network_is_said_plainly_and_nothing_counts_as_installed(checkout: Pa
 
 
 def test_every_script_can_be_run() -> None:
-    for script in (*(ROOT / "scripts" / name for name in ("serve", "test", "check")), ROOT / ".ci" / "run"):
+    for script in (*(ROOT / "scripts" / name for name in ("serve", "test", "test-gpu", "check")), ROOT / ".ci" / "run"):
         assert os.access(script, os.X_OK), script
         assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
