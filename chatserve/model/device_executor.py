@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from chatserve_kernels.staging import PinnedRing
 
 from chatserve.model.attention_plan import PackedBatch
 from chatserve.model.device_sampling import WORDS, DeviceSampling
 from chatserve.model.graphs import GraphShape, row_classes
-from chatserve.model.staging import StagingRing
 from chatserve.model.static_attention import StaticBatch, StepShape, static_steps
 from chatserve.model.triton_attention import TritonAttention
 
@@ -76,7 +76,7 @@ class DeviceExecutor:
         self._token_pool = self._ids[: self._first_id]
         self._head_words = self._words(WORDS * max_slots)
         self._sampled = self._words(max_slots)
-        self._staging = StagingRing(4 * most_tokens + WORDS * max_slots, self._device, num_buffers=6)
+        self._staging = PinnedRing(4 * most_tokens + WORDS * max_slots, torch.int64, self._device, num_buffers=6)
         self._features = self._first_features()
         self._bodies = self._make_bodies(shapes)
         self.last_graph_bytes = 0
@@ -177,21 +177,21 @@ class DeviceExecutor:
         sources[places] = np.where(batch.pooled >= 0, batch.pooled, sources[places])
         logit_rows = np.zeros(len(body.logit_rows), dtype=np.int64)
         logit_rows[: len(batch.logit_rows)] = places[batch.logit_rows]
-        self._staging.send((ids, sources, logit_rows), self._ids[self._first_id :])
+        self._staging.send_parts((ids, sources, logit_rows), self._ids[self._first_id :])
 
     def _run_eagerly(self, batch: Batch) -> None:
         if not self._bodies:
             self.rows.tables.take_changes()  # nobody else reads the tables on the device
         num_tokens, num_sampled = len(batch.input_ids), len(batch.logit_rows)
         words = torch.empty(3 * num_tokens + num_sampled, dtype=torch.int64, device=self._device)
-        self._staging.send((batch.input_ids, batch.pooled, batch.positions, batch.logit_rows), words)
+        self._staging.send_parts((batch.input_ids, batch.pooled, batch.positions, batch.logit_rows), words)
         input_ids, pooled, positions, logit_rows = words.split([num_tokens, num_tokens, num_tokens, num_sampled])
         input_ids = torch.where(pooled >= 0, self._token_pool[pooled.clamp(min=0)], input_ids)
         attention = self._backend.prepare(self.rows.packed(batch))
         self._features[:num_sampled] = self.model.features(input_ids, positions, attention, logit_rows)
 
     def _send_head(self, batch: Batch | None, num_rows: int) -> None:
-        self._staging.send(self._sampling.stage(batch, num_rows), self._head_words)
+        self._staging.send_parts(self._sampling.stage(batch, num_rows), self._head_words)
 
     def _launch_head(self, num_rows: int) -> None:
         self._sampling.sample(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from chatserve_kernels.sampling import ROW, SamplingWorkspace, count_tokens, greedy_rows, sample_tokens
+from chatserve_kernels.staging import send_once
 
 from chatserve.model.sampler import has_penalties
-from chatserve.model.staging import send_once
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from chatserve_kernels.staging import Readback
 
 from chatserve.errors import StartupError
 from chatserve.model.backends import check_device, choose_backend
@@ -23,7 +24,6 @@ from chatserve.model.loader import choose_device, load_model
 from chatserve.model.rows import BatchRows
 from chatserve.model.shapes import KVShape
 from chatserve.model.sizing import available_memory, compute_threads, cuda_room, device_blocks, host_blocks
-from chatserve.model.staging import Readback
 from chatserve.options import check_num_blocks, check_options
 from chatserve.sched.plan import StepFailedError, StepResult, TransfersFailedError
 

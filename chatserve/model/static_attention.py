@@ -67,7 +67,7 @@ class StaticInputs:
     def __init__(self, tables: BlockTables, max_tokens: int) -> None:
         self.tables = tables
         self.buffer = torch.zeros(2 * (MAX_CHANGES + max_tokens), dtype=torch.int64, device=tables.device.device)
-        self._ring = PinnedRing(self.buffer)
+        self._ring = PinnedRing(len(self.buffer), torch.int64, self.buffer.device)
         self._entries = self.buffer[:MAX_CHANGES]
         self._block_ids = self.buffer[MAX_CHANGES : 2 * MAX_CHANGES]
 
@@ -80,21 +80,21 @@ class StaticInputs:
         entries, block_ids = self.tables.take_changes()
         while len(entries) > MAX_CHANGES:
             self._stage(entries[:MAX_CHANGES], block_ids[:MAX_CHANGES])
-            self._ring.send(2 * MAX_CHANGES)
+            self._ring.send(self.buffer[: 2 * MAX_CHANGES])
             self.update()
             entries, block_ids = entries[MAX_CHANGES:], block_ids[MAX_CHANGES:]
         staged = self._stage(entries, block_ids)
         num_tokens = len(positions)
         staged[2 * MAX_CHANGES :][:num_tokens] = positions
         staged[2 * MAX_CHANGES + num_tokens :][:num_tokens] = slots
-        self._ring.send(2 * (MAX_CHANGES + num_tokens))
+        self._ring.send(self.buffer[: 2 * (MAX_CHANGES + num_tokens)])
 
     def update(self) -> None:
         """Make the changes that are in the buffer; making them twice does no harm."""
         update_tables(self.tables.device, self._entries, self._block_ids)
 
     def _stage(self, entries: NDArray[np.int64], block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        staged: NDArray[np.int64] = self._ring.acquire()
+        staged: NDArray[np.int64] = self._ring.acquire(len(self.buffer))
         staged[:MAX_CHANGES] = -1
         staged[: len(entries)] = entries
         staged[MAX_CHANGES:][: len(block_ids)] = block_ids

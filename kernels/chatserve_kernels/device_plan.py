@@ -50,7 +50,7 @@ class DevicePlan:
         self.window: int | None = None
         self.is_causal = False
         self.packed = torch.zeros(layout.size, dtype=torch.int32, device=device)
-        self._ring = PinnedRing(self.packed)
+        self._ring = PinnedRing(layout.size, torch.int32, device)
         self._starts = {False: self.packed[layout.alone_starts], True: self.packed[layout.beside_starts]}
         self.wide_starts = self.packed[layout.wide_starts]
         self.last_positions = self.packed[layout.last_positions]
@@ -65,8 +65,8 @@ class DevicePlan:
         return self._starts[self.with_wide]
 
     def send(self, plan: DecodePlan) -> None:
-        self._ring.acquire()[:] = plan.packed
-        self._ring.send()
+        self._ring.acquire(self.layout.size)[:] = plan.packed
+        self._ring.send(self.packed)
         self.num_rows, self.with_wide, self.window = plan.num_rows, plan.with_wide, plan.window
         self.is_causal = plan.is_causal
 
