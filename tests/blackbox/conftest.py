@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
 def start_server(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Server]]:
     """Start servers with options of one's own; they are stopped at the end."""
     running: list[Server] = []
+    numbers = itertools.count()  # two threads never get the same one
 
     def start(**options: Any) -> Server:
-        made = Server(
-            options.pop("data_dir", tmp_path / f"data{len(running)}"), options.pop("model", tiny_model), **options
-        )
+        data_dir = options.pop("data_dir", None) or tmp_path / f"data{next(numbers)}"
+        made = Server(data_dir, options.pop("model", tiny_model), **options)
         running.append(made)
         made.start()
         return made
