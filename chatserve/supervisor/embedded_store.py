@@ -29,6 +29,7 @@ from redis.retry import Retry
 
 from chatserve.errors import StartupError
 from chatserve.supervisor.append_sync import AppendSync
+from chatserve.supervisor.children import describe_exit
 from chatserve.supervisor.left_over import command_line, wait_for_exit
 from chatserve.supervisor.paths import short_socket_path
 from chatserve.supervisor.store_advice import advise_os_error, explain_log
@@ -256,6 +257,9 @@ class EmbeddedStore:
                 self.socket_path.parent.rmdir()
 
     def _explain_exit(self, log_start: int) -> str:
+        assert self._process is not None
+        if self._process.returncode < 0:  # its log says nothing of that
+            return f"the store cannot start; it ended with {describe_exit(self._process.returncode)}"
         with self.log_path.open("rb") as log:
             log.seek(log_start)
             said = log.read().decode(errors="replace")

@@ -10,7 +10,7 @@ import websockets
 from websockets.asyncio.client import connect as ws_connect
 
 from tests.blackbox.client import ChatClient, RequestFailedError
-from tests.blackbox.server import Server
+from tests.blackbox.server import ON_EITHER_STORE, Server
 
 Connect = Callable[..., ChatClient]
 
@@ -121,6 +121,7 @@ async def test_a_frame_over_the_limit_closes_with_1009(connect: Connect) -> None
         assert await client.closed() == 1009
 
 
+@ON_EITHER_STORE
 async def test_a_text_over_its_limit_is_an_error_on_a_socket_that_survives(connect: Connect) -> None:
     async with connect() as client:
         session, mirror = await client.started_session()

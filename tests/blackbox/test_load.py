@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import psutil
 import pytest
 
 from tests.blackbox.client import ChatClient, RequestFailedError
-from tests.blackbox.server import Server
-
-Connect = Callable[..., ChatClient]
+from tests.blackbox.conftest import Connect
+from tests.blackbox.server import ON_EITHER_STORE, Server
 
 MIB = 1024 * 1024
 
@@ -84,7 +82,9 @@ async def test_five_thousand_connects_and_drops_leave_nothing_behind(server: Ser
     assert rss_later - rss < 8 * MIB
 
 
-async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(server: Server, connect: Connect) -> None:
+@ON_EITHER_STORE
+async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(connect: Connect) -> None:
+    server = connect.server
     web = psutil.Process(server.children()["web"])
     async with connect() as client, connect() as deaf:
         session, mirror = await client.started_session()
@@ -104,6 +104,7 @@ async def test_who_never_reads_costs_a_bounded_amount_and_holds_up_nobody(server
         deaf.cut()
 
 
+@ON_EITHER_STORE
 async def test_a_megabyte_to_tokenise_keeps_fifty_idle_sockets_answered(server: Server, connect: Connect) -> None:
     async with AsyncExitStack() as stack:
         idle = [await stack.enter_async_context(connect()) for _ in range(50)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.blackbox.client import ChatClient, Mirror
-from tests.blackbox.server import Server
+from tests.blackbox.server import ON_EITHER_STORE, Server
 
 Connect = Callable[..., ChatClient]
 
@@ -38,7 +38,9 @@ class Follower:
         return self.client
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("connect", "seed"), [("server", 0), ("server", 1), ("server_on_redis", 2)], indirect=["connect"]
+)
 async def test_ten_reconnects_at_random_frames_lose_and_repeat_nothing(connect: Connect, seed: int) -> None:
     choose = random.Random(seed)
     async with connect() as steady:
@@ -64,18 +66,28 @@ async def test_ten_reconnects_at_random_frames_lose_and_repeat_nothing(connect: 
         assert steady.text(session, again["reply"]) == mirror.messages[reply]["text"], "the uninterrupted seeded run"
 
 
+@ON_EITHER_STORE
 async def test_a_late_joiner_starts_at_once_without_a_gap(connect: Connect) -> None:
     async with connect() as steady:
         session, mirror = await steady.started_session()
+        early = Follower(connect, session)
+        await (await early.attach()).close()
         _, reply = await steady.say(session, "talk", max_tokens=1500)
-        await steady.until(lambda: mirror.seq >= 100)
+        await steady.until(lambda: mirror.seq >= early.mirror.seq + 300)
         async with connect() as late:
             joined = await late.watch(session)
-            assert joined.messages[reply]["status"] == "generating"
-            assert joined.messages[reply]["text"]
+            back = await early.attach()
+            await back.until(lambda: bool(early.mirror.messages.get(reply, {}).get("text")))
+            for there in (joined, early.mirror):
+                assert there.messages[reply]["status"] == "generating", "while it goes on"
+                assert there.messages[reply]["text"]
+            assert back.snapshots[session] == 0, "what it missed is still there: it need not begin anew"
             await steady.request("generation.stop", session=session, message=reply)
-            await late.ended(session, reply)
-            assert joined.tree() == mirror.tree()
+            for client, there in ((late, joined), (back, early.mirror)):
+                await client.ended(session, reply)
+                await client.settle()
+                assert there.tree() == mirror.tree()
+            await back.close()
 
 
 async def test_a_trimmed_history_is_answered_with_a_snapshot(start_server: Callable[..., Server]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
 
 from chatserve.supervisor.embedded_store import EmbeddedStore, find_server
 from tests.blackbox.client import ChatClient
@@ -22,7 +23,7 @@ SAMPLED = {"temperature": 1.0, "seed": 11}
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[EmbeddedStore]:
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
     """A Redis of its own, where there is one; else a Valkey."""
     found = shutil.which("redis-server")
     store = EmbeddedStore(tmp_path / "redis", tmp_path / "redis.sock", binary=Path(found) if found else find_server())
@@ -38,11 +39,11 @@ def web_workers(server: Server) -> list[int]:
 
 
 async def test_one_conversation_on_two_servers_whichever_dies(
-    start_server: Callable[..., Server], redis: EmbeddedStore
+    start_server: Callable[..., Server], store: EmbeddedStore
 ) -> None:
     a, b = await asyncio.gather(
-        asyncio.to_thread(start_server, redis_url=redis.url, web_workers=2),
-        asyncio.to_thread(start_server, redis_url=redis.url),
+        asyncio.to_thread(start_server, redis_url=store.url, web_workers=2),
+        asyncio.to_thread(start_server, redis_url=store.url),
     )
     async with AsyncExitStack() as stack:
         # Enough sockets that both of the first server's workers have some.
@@ -59,6 +60,10 @@ async def test_one_conversation_on_two_servers_whichever_dies(
         for client in (*at_a[:3], at_b[1]):
             ack = await client.request("message.regenerate", session=session, message=message, params={"max_tokens": 5})
             await client.ended(session, ack["reply"])
+        # Whatever listens for the stops of others loses its connection.
+        with redis.Redis.from_url(store.url) as blip:
+            for kind in ("normal", "pubsub"):
+                assert blip.client_kill_filter(_type=kind, skipme=True) > 0
         await at_a[3].request("generation.stop", session=session, message=running)
         assert mirrors[3].ended[running], "the answer to a stop comes after the end"
         for client in clients:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
 
 import pytest
+import redis
 
-from tests.blackbox.client import ChatClient, RequestFailedError
-
-Connect = Callable[..., ChatClient]
+from tests.blackbox.client import RequestFailedError
+from tests.blackbox.conftest import Connect
+from tests.blackbox.server import ON_EITHER_STORE
+from tests.blackbox.test_stop import idle
 
 
 async def test_a_new_session_is_empty_and_holds_what_it_was_given(connect: Connect) -> None:
@@ -85,7 +86,8 @@ async def test_an_update_reaches_every_tab_and_the_list(connect: Connect) -> Non
         await two.until(lambda: any(f["type"] == "sessions.changed" and f.get("title") == "after" for f in two.frames))
 
 
-async def test_delete_stops_generations_first_and_is_the_last_event(connect: Connect) -> None:
+@ON_EITHER_STORE
+async def test_delete_stops_generations_first_is_the_last_event_and_for_good(connect: Connect) -> None:
     async with connect() as client:
         session, mirror = await client.started_session()
         _, first = await client.turn(session, "a", max_tokens=2)
@@ -98,6 +100,14 @@ async def test_delete_stops_generations_first_and_is_the_last_event(connect: Con
             await client.request("session.open", session=session)
         with pytest.raises(RequestFailedError, match="not_found"):
             await client.say(session, "late")
+        await idle(connect.server)  # whatever was still to be written has been
+        await client.settle()
+        assert mirror.log[-1]["type"] == "session.deleted"
+        assert session not in {row["session"] for row in (await client.request("session.list"))["sessions"]}
+        with redis.Redis.from_url(connect.server.store_url) as store:
+            kept = {key.split(b":")[2]: store.ttl(key) for key in store.scan_iter(f"*{session}*")}
+        assert set(kept) <= {b"session", b"writes"}, "no late write has made it anew"
+        assert all(ttl_s > 0 for ttl_s in kept.values()), "that it was there is known for a while"
 
 
 async def test_after_the_ack_of_close_no_event_of_the_session_follows(connect: Connect) -> None:
@@ -134,6 +144,7 @@ async def test_a_fork_holds_the_path_with_new_ids_and_lives_apart(connect: Conne
         await client.turn(ack["session"], "alone", fork.leaf, max_tokens=3)
 
 
+@ON_EITHER_STORE
 async def test_the_same_request_sent_three_times_over_two_sockets_does_its_work_once(connect: Connect) -> None:
     async with connect() as one, connect() as two:
         session, mirror = await one.started_session()
@@ -152,6 +163,7 @@ async def test_the_same_request_sent_three_times_over_two_sockets_does_its_work_
             await two.request("message.send", id=request, **{**body, "text": "another body"})
 
 
+@ON_EITHER_STORE
 async def test_twenty_parallel_appends_and_edits_all_survive(connect: Connect) -> None:
     async with connect() as one, connect() as two:
         session, mirror = await one.started_session()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.blackbox.client import ChatClient
-from tests.blackbox.server import Server
+from tests.blackbox.server import ON_EITHER_STORE, Server
 
 Connect = Callable[..., ChatClient]
 
@@ -91,6 +91,7 @@ async def test_stop_before_the_first_token_of_a_long_prompt(server: Server, conn
     await idle(server)
 
 
+@ON_EITHER_STORE
 async def test_a_resumed_stream_can_be_stopped(connect: Connect) -> None:
     first = connect()
     async with first:
@@ -137,7 +138,8 @@ async def test_stop_still_works_after_the_store_lost_its_connections(start_serve
         _, reply = await client.say(session, "talk", max_tokens=3900)
         await client.until(lambda: bool(mirror.messages.get(reply, {}).get("text")))
         with redis.Redis(unix_socket_path=str(server.data_dir / "run" / "store.sock")) as store:
-            store.client_kill_filter(_type="normal", skipme=True)
+            for kind in ("normal", "pubsub"):
+                assert store.client_kill_filter(_type=kind, skipme=True) > 0
         await client.request("generation.stop", session=session, message=reply)
         assert [e["reason"] for e in mirror.ended[reply]] == ["cancelled"]
         await client.turn(session, "goes on", reply, max_tokens=2)

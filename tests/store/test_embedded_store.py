@@ -331,6 +331,12 @@ def test_a_server_that_gives_up_is_explained_in_one_line(tmp_path: Path, said: s
     assert store.pid is None
 
 
+def test_a_server_that_is_killed_at_its_start_is_said_to_be(tmp_path: Path) -> None:
+    killed = fake_server(tmp_path, "#!/bin/sh\necho all is well\nkill -KILL $$\n")
+    with pytest.raises(StartupError, match="it ended with signal SIGKILL"):
+        EmbeddedStore(tmp_path, tmp_path / "s.sock", binary=killed).start()
+
+
 def test_an_earlier_runs_log_does_not_explain_this_one(tmp_path: Path) -> None:
     store = EmbeddedStore(
         tmp_path, tmp_path / "s.sock", binary=fake_server(tmp_path, "#!/bin/sh\necho fatal\nexit 1\n")
