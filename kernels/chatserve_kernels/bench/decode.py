@@ -1,16 +1,14 @@
-"""Decode attention, one layer: this package's kernels, and FlashInfer's where it is installed, as replayed graphs."""
+"""Decode attention, one layer: this package's kernels as replayed graphs, and which rivals do the same (`rivals`)."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from chatserve_kernels.bench import workloads
+from chatserve_kernels.bench import rivals, workloads
 from chatserve_kernels.bench.tables import DTYPE, Bench, Row, free, table
 from chatserve_kernels.bench.workloads import BLOCK, HEAD_DIM, HEADS, KV_HEADS, TOKEN_BYTES, Workload
 from chatserve_kernels.configs import default_configs
@@ -72,24 +70,11 @@ def _decode(bench: Bench, name: str, works: Sequence[Workload]) -> Iterator[Row]
             row = Row(name, work.label, us, bytes=work.unique_bytes, flops=work.flops, more={"plan us": host_us})
             if work.levels:
                 row.more["not shared us"], _ = ours.decode_us(bench, work, share=False)
-            if bench.with_rivals and FlashInfer.is_installed():
-                row.compare = functools.partial(_rivals, bench, work)
+            if bench.with_rivals:
+                row.compare = rivals.of(bench, work, MOST_BLOCKS)
             yield row
         del ours
         free()
-
-
-def _rivals(bench: Bench, work: Workload) -> dict[str, float]:
-    rival = _flashinfer()
-    us = {"FlashInfer": rival.flat_us(bench, work)}
-    if work.levels:
-        us["cascade"] = rival.cascade_us(bench, work)
-    return us
-
-
-@functools.cache
-def _flashinfer() -> FlashInfer:
-    return FlashInfer(MOST_BLOCKS)
 
 
 class Ours:
@@ -169,60 +154,3 @@ def _plan_us(fn: Callable[[], object]) -> float:
         fn()
         times.append(time.perf_counter() - start)
     return float(np.median(times)) * 1e6
-
-
-class FlashInfer:
-    """FlashInfer's decode wrappers on a pool of one layer, which is how it is laid out at its best."""
-
-    def __init__(self, num_blocks: int) -> None:
-        import flashinfer  # noqa: PLC0415 - a rival that need not be installed
-
-        self.lib = flashinfer
-        self.version = flashinfer.__version__
-        self.num_blocks = num_blocks
-        self.pages = torch.randn(num_blocks, 2, KV_HEADS, BLOCK, HEAD_DIM, device="cuda", dtype=DTYPE)
-        self.workspace = torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
-
-    @staticmethod
-    def is_installed() -> bool:
-        return importlib.util.find_spec("flashinfer") is not None
-
-    def flat_us(self, bench: Bench, work: Workload) -> float:
-        wrapper = self.lib.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "HND", use_tensor_cores=True)
-        counts = -(-work.lengths // BLOCK)
-        tables = work.tables(self.num_blocks)
-        pages = np.concatenate([row[:count] for row, count in zip(tables, counts, strict=True)])
-        wrapper.plan(
-            _int32([0, *np.cumsum(counts)]),
-            _int32(pages),
-            _int32(work.lengths - (counts - 1) * BLOCK),
-            HEADS,
-            KV_HEADS,
-            HEAD_DIM,
-            BLOCK,
-            q_data_type=DTYPE,
-            kv_data_type=DTYPE,
-        )
-        query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
-        return bench.us(lambda: wrapper.run(query, self.pages))
-
-    def cascade_us(self, bench: Bench, work: Workload) -> float:
-        levels = work.level_blocks(self.num_blocks)
-        wrapper = self.lib.MultiLevelCascadeAttentionWrapper(len(levels), self.workspace, "HND")
-        wrapper.plan(
-            [_int32([work.batch * node // len(level) for node in range(len(level) + 1)]) for level in levels],
-            [_int32([0, *np.cumsum([len(node) for node in level])]) for level in levels],
-            [_int32(np.concatenate(level)) for level in levels],
-            [_int32([BLOCK] * len(level)) for level in levels],
-            HEADS,
-            KV_HEADS,
-            HEAD_DIM,
-            BLOCK,
-            q_data_type=DTYPE,
-        )
-        query = torch.randn(work.batch, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
-        return bench.us(lambda: wrapper.run(query, self.pages))
-
-
-def _int32(values: object) -> torch.Tensor:
-    return torch.as_tensor(np.asarray(values), dtype=torch.int32, device="cuda")

@@ -52,8 +52,8 @@ class Row:
     """Microseconds, by name, of what does the same."""
     more: dict[str, float] = field(default_factory=dict)
     """Other figures, by name and unit."""
-    compare: Callable[[], dict[str, float]] | None = None
-    """Measures more rivals, by name, after all tables: what may have to be compiled first keeps nothing waiting."""
+    compare: dict[str, Callable[[], float]] = field(default_factory=dict)
+    """What measures more rivals, by name, after all tables: what may have to be compiled keeps nothing waiting."""
 
     def derived(self, ceilings: Ceilings) -> dict[str, float]:
         """Rates; shares of the ceilings; the floor, which is the larger of what bytes and operations need at those;
@@ -83,7 +83,7 @@ class Row:
         )
 
     def as_json(self, ceilings: Ceilings) -> dict[str, object]:
-        return asdict(replace(self, compare=None)) | {"derived": self.derived(ceilings)}
+        return asdict(replace(self, compare={})) | {"derived": self.derived(ceilings)}
 
 
 @dataclass(frozen=True, slots=True)
