@@ -69,7 +69,7 @@ async def test_ten_reconnects_at_random_frames_lose_and_repeat_nothing(connect: 
 @ON_EITHER_STORE
 async def test_a_late_joiner_starts_at_once_without_a_gap(connect: Connect) -> None:
     async with connect() as steady:
-        session, mirror = await steady.started_session()
+        session, mirror = await steady.started_session(params={"temperature": 1.0, "seed": 3})
         early = Follower(connect, session)
         await (await early.attach()).close()
         _, reply = await steady.say(session, "talk", max_tokens=1500)
