@@ -69,7 +69,6 @@ def kernels() -> dict[str, ast.FunctionDef]:
 
 def test_every_kernel_is_in_the_list(listed):
     assert {row["kernel"] for row in listed} == set(kernels())
-    assert len(kernels()) == 15
 
 
 def test_every_option_of_every_kernel_takes_all_its_values(listed):
