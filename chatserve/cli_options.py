@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from chatserve.config import ServeSettings
-from chatserve.options import ATTENTIONS, DTYPES, MAX_BLOCK_SIZE, MODEL_IMPLS
+from chatserve.options import ATTENTIONS, DTYPES, KV_CACHE_DTYPES, MAX_BLOCK_SIZE, MODEL_IMPLS
 from chatserve.supervisor.paths import default_cache_dir, default_data_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -111,8 +111,13 @@ _SETTINGS: Final[dict[str, Callable[[Any], Any]]] = dict(
         ),
         _setting(
             "--dtype",
-            "Precision of weights and KV; auto takes float32 on a CPU and 16 bits on a GPU.",
+            "Precision of weights and of what is computed; auto takes float32 on a CPU and 16 bits on a GPU.",
             click.Choice(DTYPES),
+        ),
+        _setting(
+            "--kv-cache-dtype",
+            "Precision of KV; auto takes that of --dtype. fp8 (e4m3) holds twice the tokens of 16 bits, rounded.",
+            click.Choice(KV_CACHE_DTYPES),
         ),
         _setting(
             "--attention",

@@ -51,7 +51,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_impl: str = "auto"
     """llama: our own definition; hf: transformers' model through our attention; auto: the first that fits."""
     dtype: str = "auto"
-    """Of weights and KV: float32, bfloat16 or float16; auto: float32 on a CPU, 16 bits on a GPU."""
+    """Of weights and what is computed: float32, bfloat16 or float16; auto: float32 on a CPU, 16 bits on a GPU."""
+    kv_cache_dtype: str = "auto"
+    """Of KV: float32, bfloat16, float16, or fp8, which is float8_e4m3fn; auto: as `dtype`."""
     attention: str = "auto"
     """torch: plain torch, on any device; triton: our kernels; auto: those on the GPUs and models that they serve."""
     gpu_memory_utilization: float = 0.9

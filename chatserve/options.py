@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MODEL_IMPLS: Final = ("auto", "llama", "hf")
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "fp8")
 ATTENTIONS: Final = ("auto", "torch", "triton")
 MAX_BLOCK_SIZE: Final = 256
 """Tokens."""
@@ -40,6 +41,7 @@ def check_options(options: EngineOptions) -> None:
     """
     _check_choice("--model-impl", options.model_impl, MODEL_IMPLS)
     _check_choice("--dtype", options.dtype, DTYPES)
+    _check_choice("--kv-cache-dtype", options.kv_cache_dtype, KV_CACHE_DTYPES)
     _check_choice("--attention", options.attention, ATTENTIONS)
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", options.device) is None:
         raise StartupError(f"--device must be auto, cpu, cuda or cuda:N, not {options.device!r}")

@@ -2,7 +2,8 @@
 
 Drives the engine with a real model (tiny, random, float32) and the real runner: alone and sixteen at once, from
 nothing and from the cache, forked inside blocks, swapped out and in, preempted, in small chunks. Each text is held
-against transformers' own `generate` over the very same ids. Equal means equal, or parted where the oracle's two best
+against transformers' own `generate` over the very same ids; over 8-bit KV, where rounding is part of what is said,
+against our own model from nothing. Equal means equal, or parted where the oracle's two best
 scores lie within 1e-3; over one text in a hundred of those fails.
 """
 
@@ -22,12 +23,15 @@ from chatserve.config import EngineSettings
 from chatserve.engine.build import build_engine
 from chatserve.engine.engine import Engine
 from chatserve.engine.messages import Inspect, PathRef
+from chatserve.model.kv_dtype import FP8
+from chatserve.model.loader import load_model
 from chatserve.model.runner import build_runner
 from chatserve.types import UserId
 from tests.fakes.engines import Transcript, make_submit, run_until_idle
-from tests.model.tiny import OUR_FAMILIES, VOCAB, make_model
+from tests.model.tiny import OUR_FAMILIES, VOCAB, Paged, add_kv_scales, make_model
 
-FAMILIES = ("smollm-tied", "mistral-window", "qwen3")
+FAMILIES = (("smollm-tied", "auto"), ("mistral-window", "auto"), ("qwen3", "auto"), ("qwen3", "fp8"))
+"""And the precision of their KV."""
 NUM_CONVERSATIONS = 16
 NUM_OUTPUT = 10
 USER = UserId("ada")
@@ -47,11 +51,34 @@ class Oracle:
         return self._known[prompt]
 
 
+class RoundedOracle(Oracle):
+    """What our own model says over 8-bit KV where each text is computed from nothing, alone: transformers has none
+    that is rounded as ours is."""
+
+    def __init__(self, directory: Path) -> None:
+        model, _ = load_model(directory, torch.device("cpu"), "llama", "float32")
+        self._paged = Paged(model, kv_dtype=FP8)
+        self._known = {}
+
+    def text(self, prompt: tuple[int, ...]) -> OracleText:
+        if prompt not in self._known:
+            ids, gaps, new = list(prompt), [], len(prompt)
+            for _ in range(NUM_OUTPUT):
+                top = torch.topk(self._paged.step([("x", ids, new)])[0][-1], 2)
+                gaps.append(float(top.values[0] - top.values[1]))
+                ids.append(int(top.indices[0]))
+                new = 1
+            self._paged.leave("x")
+            self._known[prompt] = OracleText(ids[len(prompt) :], gaps)
+        return self._known[prompt]
+
+
 @dataclass
 class World:
-    """One family: a model directory and its oracle."""
+    """One family and precision of KV: a model directory and its oracle."""
 
     directory: Path
+    kv_cache_dtype: str
     oracle: Oracle
     conversations: list[list[list[int]]] = field(default_factory=list)
     """For each conversation the new ids of its first turn, its second, and of a fork of the first."""
@@ -64,6 +91,7 @@ class World:
             model_name="tiny",
             device="auto",
             dtype="float32",
+            kv_cache_dtype=self.kv_cache_dtype,
             kv_cache_memory=settings.pop("kv_cache_memory", "512blocks"),
             host_cache_memory=settings.pop("host_cache_memory", "0blocks"),
             **{"max_running": 32, **settings},
@@ -75,10 +103,14 @@ class World:
         return build_engine(made, runner)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    directory = tmp_path_factory.mktemp(request.param)
-    model = make_model(directory, OUR_FAMILIES[request.param])
+    family, kv_cache_dtype = request.param
+    directory = tmp_path_factory.mktemp(family)
+    model = make_model(directory, OUR_FAMILIES[family])
+    if kv_cache_dtype == "fp8":
+        add_kv_scales(directory, [(0.01, 0.003), (0.02, 0.004), (0.015, 0.005)])
+    oracle = RoundedOracle(directory) if kv_cache_dtype == "fp8" else Oracle(model)
     rng = random.Random(3)
     shared = [rng.randrange(3, VOCAB) for _ in range(21)]
     conversations = []
@@ -86,7 +118,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         turns = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(4, 18))] for _ in range(3)]
         turns[0] = shared + turns[0]
         conversations.append(turns)
-    return World(directory, Oracle(model), conversations)
+    return World(directory, kv_cache_dtype, oracle, conversations)
 
 
 class Run:

@@ -53,6 +53,10 @@ def test_a_size_that_is_none_is_refused_in_a_line(option: str, given: str, snaps
         ({"kv_snapshot_limit": "auto"}, "--kv-snapshot-limit must be bytes .*, not 'auto'"),
         ({"attention": "flash"}, "--attention must be auto, torch or triton, not 'flash'"),
         ({"dtype": "fp4"}, "--dtype must be auto, float32, bfloat16 or float16, not 'fp4'"),
+        (
+            {"kv_cache_dtype": "fp4"},
+            "--kv-cache-dtype must be auto, float32, bfloat16, float16 or fp8, not 'fp4'",
+        ),
         ({"model_impl": "vllm"}, "--model-impl must be auto, llama or hf, not 'vllm'"),
         ({"device": "tpu"}, "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
         ({"block_size": 0}, "--block-size must be at least 1 token and at most 256, not 0"),

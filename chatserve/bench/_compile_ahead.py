@@ -54,6 +54,7 @@ def compile_part(shape: str, part: str, directory: Path) -> None:
         model=model,
         shape=kv_shape,
         dtype=dtype,
+        kv_dtype=dtype,
         device=device,
         attention="auto",
         max_running=256,

@@ -10,6 +10,9 @@ How the torch implementation works. The pool is also a matrix whose rows are one
 `[2, rows, num_kv_heads, tokens, head_dim]` with no transposition. Decode rows of similar length are gathered together
 and go through two batched matrix products; each prefill row goes through `scaled_dot_product_attention`. Slots that no
 token has been written to are cleared in the gathered copy, never only masked: zero times NaN is NaN.
+
+A pool of another type than the model's is widened as it is gathered. What its numbers must be multiplied by is one
+factor a layer: that of keys multiplies the scores' scale, that of values the result.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
+from chatserve.model import kv_dtype
 from chatserve.model.attention_plan import AttentionPlan, DecodeGroup, PackedBatch, Planner, PrefillRow
 
 if TYPE_CHECKING:
@@ -70,6 +74,10 @@ class StoredAttention(StepAttention, Protocol):
         """A layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim], views of the pool."""
         ...
 
+    def kv_scales(self, layer: int) -> torch.Tensor | None:
+        """What the numbers of a pool of float8_e4m3fn must be multiplied by: float32 [2], of keys and of values."""
+        ...
+
     def attend_stored(
         self,
         layer: int,
@@ -107,20 +115,23 @@ class TorchStep:
         softcap: float | None = None,
     ) -> torch.Tensor:
         backend = self.backend
-        backend.write(layer, key, value, self.key_slots, self.value_slots)
+        key, value = backend.write(layer, key, value, self.key_slots, self.value_slots)
+        key_scale, value_scale = backend.scales[layer]
+        scale *= key_scale
         plan = self.plans.get(window)
         if plan is None:
             plan = self.plans[window] = backend.plan(self.batch, window)
         if len(plan.groups) == 1 and not plan.prefills:
-            return backend.decode(layer, query, plan.groups[0], scale, softcap)
-        out = torch.empty_like(query)
-        for group in plan.groups:
-            assert group.tokens is not None
-            out[group.tokens] = backend.decode(layer, query[group.tokens], group, scale, softcap)
-        for row in plan.prefills:
-            new = row.tokens
-            out[new] = backend.prefill(layer, query[new], key[new], value[new], row, scale, softcap)
-        return out
+            out = backend.decode(layer, query, plan.groups[0], scale, softcap)
+        else:
+            out = torch.empty_like(query)
+            for group in plan.groups:
+                assert group.tokens is not None
+                out[group.tokens] = backend.decode(layer, query[group.tokens], group, scale, softcap)
+            for row in plan.prefills:
+                new = row.tokens
+                out[new] = backend.prefill(layer, query[new], key[new], value[new], row, scale, softcap)
+        return out if value_scale == 1.0 else out.mul_(value_scale)
 
 
 class TorchAttention:
@@ -129,8 +140,13 @@ class TorchAttention:
     def __init__(self, storage: KVStorage) -> None:
         shape = storage.shape
         pool = storage.device_pool
+        self.scales = storage.scales
+        """What stored keys and values must be multiplied by, for each layer."""
         self._shape = shape
-        self._dtype = pool.dtype
+        self._dtype = storage.compute_dtype
+        self._stored_dtype = storage.dtype
+        if storage.dtype == kv_dtype.FP8:
+            pool = pool.view(torch.uint8)  # not every device gathers and scatters 8-bit floats
         self._planner = Planner(storage)
         layer_rows = 2 * shape.num_kv_heads
         by_head = pool.view(-1, shape.block_size * shape.head_dim)
@@ -138,9 +154,10 @@ class TorchAttention:
         # A layer is a shift of the same indices, so that they are computed once a step.
         self._heads = [by_head[layer * layer_rows :] for layer in range(shape.num_layers)]
         self._slots = [by_slot[layer * layer_rows * shape.block_size :] for layer in range(shape.num_layers)]
-        self._scratch = torch.empty(0, dtype=pool.dtype, device=pool.device)
+        self._gathered = torch.empty(0, dtype=pool.dtype, device=pool.device)
+        self._widened = torch.empty(0, dtype=self._dtype, device=pool.device)
         # Torch 2.11's memory-efficient attention was wrong by 18 % there: 33 queries on 83 keys, masked, on an H200.
-        self._distrusts_fused = pool.is_cuda and pool.dtype == torch.float32 and shape.head_dim > 128
+        self._distrusts_fused = pool.is_cuda and self._dtype == torch.float32 and shape.head_dim > 128
 
     def prepare(self, batch: PackedBatch) -> TorchStep:
         key_slots, value_slots = self._planner.slots(batch)
@@ -156,11 +173,15 @@ class TorchAttention:
         value: torch.Tensor,
         key_slots: torch.Tensor,
         value_slots: torch.Tensor,
-    ) -> None:
-        """Store keys and values, each [num_tokens, num_kv_heads, head_dim]."""
-        head_dim = self._shape.head_dim
-        self._slots[layer].index_copy_(0, key_slots, key.reshape(-1, head_dim))
-        self._slots[layer].index_copy_(0, value_slots, value.reshape(-1, head_dim))
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values, each [num_tokens, num_kv_heads, head_dim]; returns them as they lie in the pool."""
+        head_dim, pool = self._shape.head_dim, self._slots[layer]
+        key_scale, value_scale = self.scales[layer]
+        key = kv_dtype.to_stored(key, self._stored_dtype, key_scale)
+        value = kv_dtype.to_stored(value, self._stored_dtype, value_scale)
+        pool.index_copy_(0, key_slots, key.reshape(-1, head_dim).view(pool.dtype))
+        pool.index_copy_(0, value_slots, value.reshape(-1, head_dim).view(pool.dtype))
+        return key, value
 
     def decode(
         self, layer: int, query: torch.Tensor, group: DecodeGroup, scale: float, softcap: float | None
@@ -204,8 +225,10 @@ class TorchAttention:
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
+        """`key` and `value` are the row's new ones as `write` returned them; all others are the pool's."""
         kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         if row.gather is None:
+            key, value = (self._as_computed(each) for each in (key, value))
             keys, values = key.transpose(0, 1), value.transpose(0, 1)  # [kv_heads, keys, head_dim]
         else:
             keys, values = self._gather(layer, row.gather, None, kv_heads)
@@ -234,14 +257,28 @@ class TorchAttention:
         head_dim = self._shape.head_dim
         width = self._shape.block_size * head_dim
         size = index.numel() * width
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=self._dtype, device=self._scratch.device)
-        scratch = self._scratch[:size].view(-1, width)
-        torch.index_select(self._heads[layer], 0, index, out=scratch)
+        if self._gathered.numel() < size:
+            self._gathered = self._gathered.new_empty(size)
+        gathered = self._gathered[:size].view(-1, width)
+        torch.index_select(self._heads[layer], 0, index, out=gathered)
+        scratch = self._widen(gathered)
         if unwritten is not None:
             scratch.view(-1, head_dim).index_fill_(0, unwritten, 0.0)
         both = scratch.view(2, batch, -1, head_dim)
         return both[0], both[1]
+
+    def _widen(self, gathered: torch.Tensor) -> torch.Tensor:
+        if self._stored_dtype == self._dtype:
+            return gathered
+        if self._widened.numel() < gathered.numel():
+            self._widened = self._widened.new_empty(self._gathered.numel())
+        widened = self._widened[: gathered.numel()].view(gathered.shape)
+        return kv_dtype.widen(gathered.view(self._stored_dtype), widened)
+
+    def _as_computed(self, stored: torch.Tensor) -> torch.Tensor:
+        if stored.dtype == self._dtype:
+            return stored
+        return kv_dtype.widen(stored, torch.empty(stored.shape, dtype=self._dtype, device=stored.device))
 
 
 def _softmax(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

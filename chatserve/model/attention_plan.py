@@ -82,7 +82,7 @@ class Planner:
         shape = storage.shape
         self._shape = shape
         self._device = storage.device_pool.device
-        self._dtype = storage.device_pool.dtype
+        self._dtype = storage.compute_dtype
         self._layer_rows = 2 * shape.num_kv_heads
         self._block_rows = shape.num_layers * self._layer_rows
         self._block_bytes = self._layer_rows * shape.block_size * shape.head_dim * self._dtype.itemsize

@@ -44,6 +44,7 @@ class CudaSetup:
     model: CausalModel
     shape: KVShape
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     attention: str
     max_running: int
@@ -85,7 +86,12 @@ class CudaSetup:
         before = _free(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         storage = KVStorage(
-            self.shape, num_blocks=_PROBE_BLOCKS, num_host_blocks=0, dtype=self.dtype, device=self.device
+            self.shape,
+            num_blocks=_PROBE_BLOCKS,
+            num_host_blocks=0,
+            dtype=self.kv_dtype,
+            device=self.device,
+            compute_dtype=self.dtype,
         )
         shapes = self.shapes()
         executor = self.executor(storage, [shapes[0], shapes[-1]] if shapes else [])

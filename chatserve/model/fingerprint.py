@@ -12,30 +12,33 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from chatserve.model import model_dir
+from chatserve.model.kv_dtype import dtype_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
-    from chatserve.model.shapes import KVShape, ModelInfo
+    from chatserve.model.kv_storage import KVStorage
+    from chatserve.model.shapes import ModelInfo
 
 _SAMPLE_BYTES: Final = 4096
 _BYTES_MEAN: Final = "1"
 """Raised when the same model comes to write other bytes into a block: another rotation, another order."""
 
 
-def kv_identity(directory: Path, info: ModelInfo, shape: KVShape, dtype: torch.dtype) -> dict[str, str]:
-    """`model`, `tokenizer`, `dtype` and `layout`.
+def kv_identity(directory: Path, info: ModelInfo, storage: KVStorage) -> dict[str, str]:
+    """`model`, which says the scales of 8-bit KV too, `tokenizer`, `dtype` (what the model computes in),
+    `kv_cache_dtype` (what is kept) and `layout`.
 
     Raises:
         StartupError: the directory has become unusable since the model was loaded.
     """
+    shape = storage.shape
     block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
     return {
         "model": _model_digest(directory, info.impl),
         "tokenizer": _tokenizer_digest(directory),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(storage.compute_dtype),
+        "kv_cache_dtype": dtype_name(storage.dtype),
         "layout": f"{_BYTES_MEAN}:{','.join(map(str, block))}",
     }
 

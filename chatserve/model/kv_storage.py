@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from chatserve.model.host_memory import SLAB_BYTES, HostMemory
+from chatserve.model.kv_dtype import FP8, layer_scales
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from chatserve.model.device_copies import DeviceCopies
     from chatserve.model.shapes import KVShape
@@ -26,12 +27,33 @@ class KVStorage:
 
     On CUDA the host pool is pinned bit by bit and swaps run on streams of their own; on a CPU both pools are plain
     memory, and swapping really copies. Contents are uninitialised: whoever reads a slot must know that it was written.
+
+    `dtype` is what numbers are held in, and `compute_dtype` what the model computes them in; None: the same. `scales`,
+    of keys and of values for each layer, are what numbers of a `float8_e4m3fn` pool must be multiplied by; none: 1.
+    They go with the pool, whose blocks have none of their own, so that a block is as good in any place.
+
+    Raises:
+        ValueError: scales that are not one pair a layer, finite and above 0.
     """
 
     def __init__(
-        self, shape: KVShape, *, num_blocks: int, num_host_blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: KVShape,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+        scales: Sequence[tuple[float, float]] = (),
     ) -> None:
         self.shape = shape
+        self.dtype = dtype
+        self.compute_dtype = compute_dtype or dtype
+        self.scales = layer_scales(scales, shape.num_layers, dtype)
+        """Of keys and of values, for each layer; 1 if `dtype` needs none."""
+        self.device_scales = torch.tensor(self.scales, device=device) if dtype == FP8 else None
+        """The same, float32 [num_layers, 2], if `dtype` needs them."""
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chatserve.errors import StartupError
+from chatserve.model.kv_dtype import is_scale
 from chatserve.model.linear import Linear, make_linear
 from chatserve.model.ops import Rope, TorchOps
 from chatserve.model.shapes import ModelInfo
@@ -76,6 +77,7 @@ class LlamaModel:
             context_tokens=config.max_position_embeddings,
             impl="llama",
             windows=tuple(dict.fromkeys(windows)),
+            kv_scales=_kv_scales(weights, config.num_hidden_layers),
         )
         self._eps: float = config.rms_norm_eps
         self._scale = head_dim**-0.5
@@ -174,6 +176,24 @@ def _load_layer(config: PreTrainedConfig, info: ModelInfo, weights: TensorSource
         down=merged([("mlp.down_proj", hidden)], config.intermediate_size, bias=mlp_bias),
         window=_window(config, index),
     )
+
+
+def _kv_scales(weights: TensorSource, num_layers: int) -> tuple[tuple[float, float], ...]:
+    """What llm-compressor calls `k_scale` and `v_scale`; empty where there are none.
+
+    Raises:
+        StartupError: some are missing, or one is not above 0.
+    """
+    names = [f"model.layers.{layer}.self_attn.{side}_scale" for layer in range(num_layers) for side in "kv"]
+    found = {name: number for name in names if (number := weights.take_number(name)) is not None}
+    if not found:
+        return ()
+    for name in names:
+        if name not in found:
+            raise StartupError(f"the model lacks the KV scale {name}, though it has others; is it a whole model?")
+        if not is_scale(found[name]):
+            raise StartupError(f"the KV scale {name} is {found[name]:g}; it must be finite and above 0")
+    return tuple((found[key], found[value]) for key, value in zip(names[::2], names[1::2], strict=True))
 
 
 def _window(config: PreTrainedConfig, layer: int) -> int | None:

@@ -7,6 +7,7 @@ names it. Chooses the precision and between our own definition and transformers'
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -44,6 +45,10 @@ class TensorSource(Protocol):
 
     def take_merged(self, parts: Sequence[tuple[str, int]], *width: int) -> torch.Tensor:
         """Tensors of (name, rows), each [rows, *width], one under the other, without a second copy of any."""
+        ...
+
+    def take_number(self, name: str) -> float | None:
+        """The one number of a tensor that may be there."""
         ...
 
     def ignore(self, name: str) -> None:
@@ -103,6 +108,14 @@ class WeightReader:
             self._tell()
         return merged
 
+    def take_number(self, name: str) -> float | None:
+        if name not in self._files:
+            return None
+        shape = tuple(self._files[name].get_slice(name).get_shape())
+        if math.prod(shape) != 1:
+            raise StartupError(f"{self._directory}: {name} has shape {shape}, one number is expected")
+        return float(self._mapped(name, shape))
+
     def ignore(self, name: str) -> None:
         self._left.discard(name)
 
@@ -156,6 +169,9 @@ class RandomWeights:
     def take_merged(self, parts: Sequence[tuple[str, int]], *width: int) -> torch.Tensor:
         return self.take(parts[0][0], (sum(rows for _, rows in parts), *width))
 
+    def take_number(self, name: str) -> float | None:
+        """Has none that may be missing."""
+
     def ignore(self, name: str) -> None:
         """Has none that could be left over."""
 
@@ -169,7 +185,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
     from transformers import AutoConfig  # noqa: PLC0415 - seconds to import; errors before it come at once
 
     raw = model_dir.read_config(directory)
-    if "quantization_config" in raw:
+    if "quantization_config" in raw and not _quantises_kv_alone(raw["quantization_config"]):
         raise StartupError(f"{directory} is quantised; serve the original weights, or a .gguf file, which is widened")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -177,6 +193,17 @@ def read_config(directory: Path) -> PreTrainedConfig:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise StartupError(f"{directory / 'config.json'} is not usable: {first}") from error
     return config
+
+
+def _quantises_kv_alone(quantization: object) -> bool:
+    """Whether weights are as they were, and the checkpoint has scales for 8-bit KV beside them: what llm-compressor
+    writes (the format `compressed-tensors`) where it was asked for a `kv_cache_scheme` and nothing else."""
+    return (
+        isinstance(quantization, dict)
+        and bool(quantization.get("kv_cache_scheme"))
+        and not quantization.get("config_groups")
+        and quantization.get("quant_method") == "compressed-tensors"
+    )
 
 
 def choose_device(name: str) -> torch.device:

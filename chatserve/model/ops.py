@@ -184,6 +184,7 @@ class FusedRotary:
         attention = self._attention
         query, key = query_key[:, :num_heads], query_key[:, num_heads:]
         self._kernels.rope_store_kv(
-            query, key, value, *attention.caches(layer), self._positions, attention.slots, self._cos_sin
-        )
+            query, key, value, *attention.caches(layer), self._positions, attention.slots, self._cos_sin,
+            kv_scales=attention.kv_scales(layer),
+        )  # fmt: skip
         return attention.attend_stored(layer, query, scale=scale, window=window)

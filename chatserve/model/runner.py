@@ -19,6 +19,7 @@ from chatserve.model.block_bytes import StorageBytes
 from chatserve.model.block_tables import BlockTables
 from chatserve.model.executor import HostExecutor
 from chatserve.model.fingerprint import kv_identity
+from chatserve.model.kv_dtype import choose_kv_dtype
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.loader import choose_device, load_model
 from chatserve.model.rows import BatchRows
@@ -112,7 +113,7 @@ class ModelRunner:
 
     def kv_identity(self, settings: EngineSettings) -> dict[str, str]:
         """All that these bytes depend on, by name."""
-        return kv_identity(settings.model_dir, self.model.info, self.storage.shape, self.storage.device_pool.dtype)
+        return kv_identity(settings.model_dir, self.model.info, self.storage)
 
     def snapshot_blocks(self, settings: EngineSettings) -> int:
         """How many blocks `settings.kv_snapshot_limit` allows.
@@ -170,6 +171,7 @@ def _build_on_cuda(settings: EngineSettings, device: torch.device) -> ModelRunne
             model=model,
             shape=_kv_shape(settings, model),
             dtype=dtype,
+            kv_dtype=choose_kv_dtype(settings.kv_cache_dtype, dtype, device),
             device=device,
             attention=settings.attention,
             max_running=settings.max_running,
@@ -206,13 +208,16 @@ def _make_storage(
     settings: EngineSettings, model: CausalModel, dtype: torch.dtype, device: torch.device, free: int
 ) -> KVStorage:
     shape = _kv_shape(settings, model)
-    block_bytes = shape.block_elements * dtype.itemsize
+    kv_dtype = choose_kv_dtype(settings.kv_cache_dtype, dtype, device)
+    block_bytes = shape.block_elements * kv_dtype.itemsize
     return KVStorage(
         shape,
         num_blocks=device_blocks(settings.kv_cache_memory, block_bytes, free, is_cuda=device.type == "cuda"),
         num_host_blocks=host_blocks(settings.host_cache_memory, block_bytes, device),
-        dtype=dtype,
+        dtype=kv_dtype,
         device=device,
+        compute_dtype=dtype,
+        scales=model.info.kv_scales,
     )
 
 

@@ -41,6 +41,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """llama or hf."""
     windows: tuple[int | None, ...] = (None,)
     """Sliding windows that any layer has; None: a layer without one."""
+    kv_scales: tuple[tuple[float, float], ...] = ()
+    """For each layer what 8-bit keys and values must be multiplied by, as the checkpoint was calibrated, if it was."""
 
 
 class CausalModel(Protocol):

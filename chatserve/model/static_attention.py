@@ -232,17 +232,17 @@ class StaticStep(PagedStep):
         if window not in self._decode_plans:
             raise PlanError(f"expected a window of {', '.join(map(str, self._windows))}, got {window}")
         assert self.workspace is not None
-        keys, values = self.caches(layer)
+        kv = self._backend.layers[layer]
         tables, num_rows = self._inputs.tables.device, self.shape.max_rows
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         forest_decode(
-            query[:num_rows], keys, values, tables, self._decode_plans[window], self.workspace,
-            scale=scale, softcap=softcap, out=out[:num_rows],
+            query[:num_rows], kv.keys, kv.values, tables, self._decode_plans[window], self.workspace,
+            scale=scale, softcap=softcap, key_scale=kv.key_scale, value_scale=kv.value_scale, out=out[:num_rows],
         )  # fmt: skip
         if self.shape.max_tokens:
             paged_prefill(
-                query[num_rows:], keys, values, tables, self._prefill_plans[window], self.workspace,
-                scale=scale, softcap=softcap, out=out[num_rows:],
+                query[num_rows:], kv.keys, kv.values, tables, self._prefill_plans[window], self.workspace,
+                scale=scale, softcap=softcap, key_scale=kv.key_scale, value_scale=kv.value_scale, out=out[num_rows:],
             )  # fmt: skip
         return out
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from chatserve_kernels.dense_prefill import dense_prefill
@@ -27,7 +27,36 @@ if TYPE_CHECKING:
     from chatserve_kernels.forest_decode import DecodeWorkspace
     from numpy.typing import NDArray
 
+    from chatserve.model.kv_storage import KVStorage
     from chatserve.model.triton_attention import TritonAttention
+
+
+class LayerKV(NamedTuple):
+    """A layer's share of the pool, as views, and what its numbers must be multiplied by."""
+
+    keys: torch.Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim]"""
+    values: torch.Tensor
+    """The same."""
+    scales: torch.Tensor | None
+    """float32 [2], of keys and of values, on the device; None: the pool's type needs none."""
+    factors: tuple[float, float]
+    """The same numbers."""
+
+    @classmethod
+    def of(cls, storage: KVStorage, layer: int) -> LayerKV:
+        scales = None if storage.device_scales is None else storage.device_scales[layer]
+        return cls(*storage.layer(layer), scales, storage.scales[layer])
+
+    @property
+    def key_scale(self) -> torch.Tensor | None:
+        """float32 [1]"""
+        return None if self.scales is None else self.scales[:1]
+
+    @property
+    def value_scale(self) -> torch.Tensor | None:
+        """float32 [1]"""
+        return None if self.scales is None else self.scales[1:]
 
 
 class PagedKernel:
@@ -85,7 +114,7 @@ class PagedRows:
     def attend(
         self,
         query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
+        layer: LayerKV,
         out: torch.Tensor,
         scale: float,
         window: int | None,
@@ -100,7 +129,10 @@ class PagedRows:
         in_place = isinstance(self.tokens, slice)
         into = out[self.tokens] if in_place else torch.empty(own.shape, dtype=own.dtype, device=own.device)
         workspace = self.kernel.workspace
-        launch(own, *caches, self.device_tables, plan, workspace, scale=scale, softcap=softcap, out=into)
+        launch(
+            own, layer.keys, layer.values, self.device_tables, plan, workspace,
+            scale=scale, softcap=softcap, key_scale=layer.key_scale, value_scale=layer.value_scale, out=into,
+        )  # fmt: skip
         if not in_place:
             out[self.tokens] = into
 
@@ -114,9 +146,13 @@ class DenseRow:
     table: torch.Tensor
     workspace: DenseWorkspace
 
-    def attend(self, query: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, layer: LayerKV, scale: float) -> torch.Tensor:
         """The piece's share of the step's output, [num_tokens, num_heads, head_dim]."""
-        return dense_prefill(query[self.tokens], *caches, self.table, self.piece, self.workspace, scale=scale)
+        key_scale, value_scale = layer.factors
+        return dense_prefill(
+            query[self.tokens], layer.keys, layer.values, self.table, self.piece, self.workspace,
+            scale=scale, key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
 
     @property
     def tokens(self) -> slice:
@@ -131,7 +167,10 @@ class PagedStep(ABC):
     _backend: TritonAttention
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._backend.layers[layer]
+        return self._backend.layers[layer][:2]
+
+    def kv_scales(self, layer: int) -> torch.Tensor | None:
+        return self._backend.layers[layer].scales
 
     def attend(
         self,
@@ -144,7 +183,7 @@ class PagedStep(ABC):
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        store_kv(key, value, *self.caches(layer), self.slots)
+        store_kv(key, value, *self.caches(layer), self.slots, self.kv_scales(layer))
         return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap)
 
     @abstractmethod

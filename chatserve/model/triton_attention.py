@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import triton
-from chatserve_kernels.configs import DTYPES, HEAD_DIMS, MAX_GROUP, default_configs, prefill_configs
+from chatserve_kernels.configs import HEAD_DIMS, MAX_GROUP, default_configs, prefill_configs
 from chatserve_kernels.dense_prefill import DenseWorkspace, serves, split, warm_up
 from chatserve_kernels.device_plan import make_planner, make_prefill_planner
 from chatserve_kernels.forest import CostModel
@@ -25,7 +25,8 @@ from chatserve_kernels.forest_decode import DecodeWorkspace
 
 from chatserve.model.attention_plan import PackedBatch, token_slots
 from chatserve.model.block_tables import ALIGNMENT
-from chatserve.model.step_parts import DenseRow, PagedKernel, PagedRows, PagedStep
+from chatserve.model.kv_dtype import FP8, dtype_name
+from chatserve.model.step_parts import DenseRow, LayerKV, PagedKernel, PagedRows, PagedStep
 
 if TYPE_CHECKING:
     from chatserve_kernels.device_plan import DecodeConfigs
@@ -69,14 +70,17 @@ def why_not_device(device: torch.device) -> str | None:
 
 
 def _why_not_shape(storage: KVStorage, group: int) -> str | None:
-    shape, dtype = storage.shape, storage.device_pool.dtype
+    shape = storage.shape
     if shape.head_dim not in HEAD_DIMS:
         return f"it needs heads of {', '.join(map(str, HEAD_DIMS))}, not {shape.head_dim}"
     if group > MAX_GROUP:
         return f"it needs at most {MAX_GROUP} query heads a KV head, not {group}"
     if shape.block_size & (shape.block_size - 1):
         return f"it needs a block-size that is a power of two, not {shape.block_size}"
-    return None if dtype in DTYPES else f"it needs a floating-point KV cache, not {dtype}"
+    if storage.dtype in (storage.compute_dtype, FP8):
+        return None
+    own, kept = map(dtype_name, (storage.compute_dtype, storage.dtype))
+    return f"it needs a KV cache of the model's own type, {own}, or fp8, not {kept}"
 
 
 class TritonStep(PagedStep):
@@ -109,14 +113,14 @@ class TritonStep(PagedStep):
     ) -> torch.Tensor:
         sees_all = softcap is None and (window is None or window >= self._longest)
         dense, paged = self._densely if sees_all else ([], self._by_pages)
-        caches = self.caches(layer)
+        kv = self._backend.layers[layer]
         if dense and dense[0].piece.num_tokens == len(query):
-            return dense[0].attend(query, caches, scale)  # there is nothing else, and so nothing to copy
+            return dense[0].attend(query, kv, scale)  # there is nothing else, and so nothing to copy
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for rows in (*self._decodes, *paged):
-            rows.attend(query, caches, out, scale, window, softcap)
+            rows.attend(query, kv, out, scale, window, softcap)
         for row in dense:
-            out[row.tokens] = row.attend(query, caches, scale)
+            out[row.tokens] = row.attend(query, kv, scale)
         return out
 
     @cached_property
@@ -182,11 +186,11 @@ class TritonAttention:
         shape, pool = storage.shape, storage.device_pool
         self.device = pool.device
         self.block_size = shape.block_size
-        self.layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(shape.num_layers)]
-        """Keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        self.layers = [LayerKV.of(storage, layer) for layer in range(shape.num_layers)]
         self._storage = storage
         self._num_heads = num_heads
-        self._is_half = pool.dtype.itemsize == 2
+        dtype = storage.compute_dtype
+        self._is_half = dtype.itemsize == 2
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * pool.dtype.itemsize
         self._cost = CostModel.measured(token_bytes) if cost is None else cost
         self._num_processors = (
@@ -197,8 +201,8 @@ class TritonAttention:
         self.small_rows = self._decode_configs(1).alone.query_rows // (num_heads // shape.num_kv_heads)
         """Rows of one small tile: so few never share widely."""
         self.dense_workspace = (
-            DenseWorkspace(num_heads, shape.num_kv_heads, shape.head_dim, pool.dtype, pool.device)
-            if serves(shape.head_dim, pool.dtype, pool.device)
+            DenseWorkspace(num_heads, shape.num_kv_heads, shape.head_dim, dtype, pool.device)
+            if serves(shape.head_dim, dtype, pool.device)
             else None
         )
         self._decode: dict[int, PagedKernel] = {}
@@ -211,7 +215,7 @@ class TritonAttention:
         """Build what prompts of up to `max_tokens` new tokens a step need, so that no user waits for it; changes no KV.
         What captured graphs use is built by their capture."""
         if self.dense_workspace is not None:
-            warm_up(self.dense_workspace, *self.layers[0], self._num_heads, max_tokens)
+            warm_up(self.dense_workspace, *self.layers[0][:2], self._num_heads, max_tokens)
 
     def decode_planner(self, max_rows: int) -> tuple[DecodePlanner, DecodeConfigs]:
         """A planner for up to so many decode rows, and the tiles that it plans for."""

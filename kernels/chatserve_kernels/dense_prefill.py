@@ -81,7 +81,7 @@ def warm_up(
         pieces.append(DensePiece(MIN_PREFIX + 1, MIN_TOKENS, MIN_PREFIX))
     for piece in pieces:
         table = torch.zeros(-(-piece.end // block_size), dtype=torch.int32, device=key_cache.device)
-        query = torch.zeros((piece.num_tokens, num_heads, head_dim), dtype=key_cache.dtype, device=key_cache.device)
+        query = torch.zeros((piece.num_tokens, num_heads, head_dim), dtype=workspace.dtype, device=key_cache.device)
         dense_prefill(query, key_cache, value_cache, table, piece, workspace, scale=1.0)
 
 
@@ -102,6 +102,11 @@ class DenseWorkspace:
         self._shape = (2, num_kv_heads, MAX_CONTEXT + SQUARE_UNIT, head_dim)
         self._kv: torch.Tensor | None = None
         self._query = torch.empty((0, num_heads, head_dim), dtype=dtype, device=device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of queries, and of what keys and values are widened to."""
+        return self._query.dtype
 
     def key_value(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Each [num_kv_heads, num_tokens, head_dim]."""
@@ -126,13 +131,17 @@ def dense_prefill(
     workspace: DenseWorkspace,
     *,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Attend from a piece's new tokens to their row's keys up to their own, which must be in the pool already.
 
     `query` [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim]; `table` int32
-    [max_blocks], the row's. Returns [num_tokens, num_heads, head_dim].
+    [max_blocks], the row's; `key_scale` and `value_scale`, above 0, are what stored numbers must be multiplied by.
+    Returns [num_tokens, num_heads, head_dim].
     """
     num_tokens, prefix, first = piece.num_tokens, piece.prefix, piece.num_dummies
+    scale *= key_scale
     if len(query) != num_tokens:
         raise ValueError(f"expected the piece's {num_tokens} queries, got {len(query)}")
     keys, values = workspace.key_value(prefix + piece.square)
@@ -144,10 +153,11 @@ def dense_prefill(
         square[first : first + num_tokens] = query
     new = slice(first, first + num_tokens)
     causal, causal_sums = _attend(square, keys[:, prefix:], values[:, prefix:], scale, is_causal=True)
-    if not prefix:
-        return causal[new]
-    full, full_sums = _attend(query, keys[:, :prefix], values[:, :prefix], scale, is_causal=False)
-    return _merge(full, full_sums, causal[new], causal_sums[:, new])
+    out = causal[new]
+    if prefix:
+        full, full_sums = _attend(query, keys[:, :prefix], values[:, :prefix], scale, is_causal=False)
+        out = _merge(full, full_sums, out, causal_sums[:, new])
+    return out if value_scale == 1.0 else out.mul_(value_scale)
 
 
 def _attend(

@@ -1,6 +1,7 @@
 """The kernels as one operator of torch: store a batch's keys and values, then attend.
 
-    chatserve::store_and_attend(query, key, value, kv_cache!, slots, tables, plan, handle, scale, softcap) -> out
+    chatserve::store_and_attend(query, key, value, kv_cache!, slots, tables, plan, handle, scale, softcap, kv_scales)
+        -> out
 
 It declares what it changes and how its result looks, so that `torch.compile` takes a model that calls it as one graph,
 captured or not, and functionalisation keeps the order of writes and reads. A plan's numbers are a tensor that it reads;
@@ -50,13 +51,15 @@ class PagedAttention:
         *,
         scale: float,
         softcap: float | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`query` [num_tokens, num_heads, head_dim]; `key`, `value` [num_tokens, num_kv_heads, head_dim]; `kv_cache`
         [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: one layer of a pool, of any strides but 1 along
         head_dim; `slots` int64 [num_tokens], block * block_size + token, or -1 for padding; `tables` int32 [num_rows,
-        max_blocks]. Returns [num_tokens, num_heads, head_dim]."""
+        max_blocks]; `kv_scales` float32 [2], of keys and of values, with a cache of float8_e4m3fn and no other. Returns
+        [num_tokens, num_heads, head_dim]."""
         out: torch.Tensor = torch.ops.chatserve.store_and_attend(
-            query, key, value, kv_cache, slots, tables, self.plan.packed, self.handle, scale, softcap
+            query, key, value, kv_cache, slots, tables, self.plan.packed, self.handle, scale, softcap, kv_scales
         )
         return out
 
@@ -73,22 +76,27 @@ def store_and_attend(
     handle: int,
     scale: float,
     softcap: float | None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `PagedAttention`, which `handle` names; `plan` is its plan's packed array, here so that torch knows of the
     read.
 
     Raises:
-        ValueError: nothing that still exists has this handle.
+        ValueError: nothing that still exists has this handle, or the scales do not go with the cache.
     """
     del plan
     attention = _known.get(handle)
     if attention is None:
         raise ValueError(f"expected the handle of a PagedAttention, got {handle}")
     keys, values = kv_cache.unbind(1)
-    store_kv(key, value, keys, values, slots)
+    store_kv(key, value, keys, values, slots, kv_scales)
+    key_scale, value_scale = (None, None) if kv_scales is None else kv_scales.split(1)
     attend = paged_prefill if attention.plan.is_causal else forest_decode
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    attend(query, keys, values, tables, attention.plan, attention.workspace, scale=scale, softcap=softcap, out=out)
+    attend(
+        query, keys, values, tables, attention.plan, attention.workspace,
+        scale=scale, softcap=softcap, key_scale=key_scale, value_scale=value_scale, out=out,
+    )  # fmt: skip
     return out
 
 
@@ -104,6 +112,7 @@ def _(
     handle: int,
     scale: float,
     softcap: float | None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    del key, value, kv_cache, slots, tables, plan, handle, scale, softcap
+    del key, value, kv_cache, slots, tables, plan, handle, scale, softcap, kv_scales
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)

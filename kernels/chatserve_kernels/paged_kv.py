@@ -5,7 +5,8 @@
     update_tables   some entries of the block tables on the device
 
 A slot is block * block_size + token in it; -1 is a captured graph's padding and stores nothing. Offsets into a pool are
-64-bit. Nothing is computed: what arrives is what was sent, to the bit, or rounded once to the pool's type.
+64-bit. Nothing is computed: what arrives is what was sent, to the bit, or rounded once to the pool's type. A pool of
+float8_e4m3fn holds value / scale, clamped to what e4m3 holds, so that what is read is stored * scale.
 """
 
 from __future__ import annotations
@@ -16,6 +17,32 @@ import triton.language as tl
 
 GATHER_TOKENS = 64
 """Tokens of one head that a gathering program copies: 16 KiB of 16-bit heads of 128, in memory one block apiece."""
+E4M3_MAX = tl.constexpr(448.0)
+"""The largest finite float8_e4m3fn, which has no infinity: what is larger and not clamped may become NaN."""
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _round_to_e4m3(x):
+    """The nearest number that e4m3 holds, ties to even, as float32. The interpreter's own conversion truncates small
+    numbers and halves those that it rounds up to a power of two; of what comes from here it has nothing to round.
+
+    Numbers from 2^e to 2^(e + 1) lie 2^(e - 3) apart, those below 2^-6 as above it. Float32 numbers lie as far apart
+    about 1.5 * 2^(e + 20), so that they are rounded where that is added.
+    """
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    far = tl.maximum(power, 0.015625) * 1572864.0
+    return (x + far) - far
+
+
+@triton.jit
+def to_cache(x, scale, cache, IS_FP8: tl.constexpr):
+    """What the pool behind the pointer `cache` holds of x."""
+    if IS_FP8:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -E4M3_MAX), E4M3_MAX)
+        if IS_INTERPRETED:
+            x = _round_to_e4m3(x)
+    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -25,6 +52,7 @@ def store_kv_kernel(
     key_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK, HEAD_DIM]
     value_cache,  # the same
     slots,  # int64 [num_tokens]
+    kv_scales,  # float32 [2]: of keys, of values
     key_row_stride,
     key_head_stride,
     value_row_stride,
@@ -40,6 +68,7 @@ def store_kv_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -53,21 +82,39 @@ def store_kv_kernel(
         v = tl.load(value + token * value_row_stride + heads * value_head_stride + columns, mask=mask)
         key_at = key_cache + block * key_block_stride + in_block * key_token_stride
         value_at = value_cache + block * value_block_stride + in_block * value_token_stride
-        tl.store(key_at + heads * key_cache_head_stride + columns, k.to(key_cache.dtype.element_ty), mask=mask)
-        tl.store(value_at + heads * value_cache_head_stride + columns, v.to(value_cache.dtype.element_ty), mask=mask)
+        key_scale = 1.0
+        value_scale = 1.0
+        if IS_FP8:
+            key_scale = tl.load(kv_scales)
+            value_scale = tl.load(kv_scales + 1)
+        k = to_cache(k, key_scale, key_cache, IS_FP8)
+        v = to_cache(v, value_scale, value_cache, IS_FP8)
+        tl.store(key_at + heads * key_cache_head_stride + columns, k, mask=mask)
+        tl.store(value_at + heads * value_cache_head_stride + columns, v, mask=mask)
 
 
 def store_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Store `key` and `value` [num_tokens, num_kv_heads, head_dim] in `slots`, int64 [num_tokens], of the caches
-    [num_blocks, num_kv_heads, block_size, head_dim]; any strides but 1 along head_dim."""
+    [num_blocks, num_kv_heads, block_size, head_dim]; any strides but 1 along head_dim. `kv_scales` as `check_scales`
+    wants them.
+
+    Raises:
+        ValueError: a layout or type that the kernel cannot use.
+    """
     num_tokens, num_kv_heads, head_dim = key.shape
     _expect_rows(key, value, key_cache, value_cache, slots)
     if key_cache.shape != value_cache.shape or key_cache.shape[1::2] != (num_kv_heads, head_dim):
         raise ValueError(f"expected caches of {num_kv_heads} heads of {head_dim}, got {list(key_cache.shape)}")
     if slots.shape != (num_tokens,) or slots.dtype != torch.int64:
         raise ValueError(f"expected int64 slots [{num_tokens}], got {slots.dtype} {list(slots.shape)}")
+    check_scales(key_cache, kv_scales)
     if num_tokens:
         store_kv_kernel[(num_tokens,)](
             key,
@@ -75,6 +122,7 @@ def store_kv(
             key_cache,
             value_cache,
             slots,
+            slots if kv_scales is None else kv_scales,
             *key.stride()[:2],
             *value.stride()[:2],
             *key_cache.stride()[:3],
@@ -84,8 +132,22 @@ def store_kv(
             HEAD_DIM=head_dim,
             HEAD_PAD=triton.next_power_of_2(head_dim),
             BLOCK=key_cache.shape[2],
+            IS_FP8=kv_scales is not None,
             num_warps=4,
         )
+
+
+def check_scales(cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+    """See that caches of float8_e4m3fn, and no other, come with scales: float32 [2], of keys and of values, on the
+    device, above 0 (which is not looked at: it would wait for the device).
+
+    Raises:
+        ValueError: they do not.
+    """
+    if (cache.dtype == torch.float8_e4m3fn) != (kv_scales is not None):
+        raise ValueError(f"expected kv_scales with a cache of float8_e4m3fn and no other, got {cache.dtype}")
+    if kv_scales is not None and (kv_scales.shape != (2,) or kv_scales.dtype != torch.float32):
+        raise ValueError(f"expected float32 kv_scales [2], got {kv_scales.dtype} {list(kv_scales.shape)}")
 
 
 # Every length would be one of four kinds to compile for otherwise.
@@ -138,6 +200,8 @@ def gather_kv(
     num_tokens: int,
 ) -> None:
     """Copy the first `num_tokens` keys and values of the row whose blocks `table`, int32 [max_blocks], names.
+
+    Numbers are widened as they are stored: whoever reads a float8_e4m3fn cache has to multiply them by its scales.
 
     Into the beginning of `key_out` and `value_out` [num_kv_heads, at least num_tokens, head_dim], of equal strides. The
     rest of them becomes zero: a masked key's weight is 0, but 0 times whatever lies there may be NaN.

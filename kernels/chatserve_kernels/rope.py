@@ -17,8 +17,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from chatserve_kernels.early_launch import can_launch_early, early_launch
+from chatserve_kernels.paged_kv import check_scales, to_cache
 
-E4M3_MAX = tl.constexpr(448.0)
 TOKENS = 1
 """A program's."""
 NUM_WARPS = 4
@@ -39,13 +39,6 @@ def _inverse_norm(a, b, rest, eps, HEAD_DIM: tl.constexpr, HAS_REST: tl.constexp
     if HAS_REST:
         squares += tl.sum(rest * rest, 2)
     return tl.rsqrt(squares / HEAD_DIM + eps)[:, :, None]
-
-
-@triton.jit
-def _to_cache(x, scale, cache, IS_FP8: tl.constexpr):
-    if IS_FP8:
-        x = tl.minimum(tl.maximum(x / scale, -E4M3_MAX), E4M3_MAX)
-    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -155,14 +148,14 @@ def rope_store_kv_kernel(
     in_block = slot % BLOCK
     at = key_cache + block * key_block_stride + in_block * key_token_stride + kv_heads * key_cache_head_stride
     mask = is_kept & (half < HALF) & (kv_heads < NUM_KV_HEADS)
-    tl.store(at + half, _to_cache(key_a * cos - key_b * sin, key_scale, key_cache, IS_FP8), mask=mask)
-    tl.store(at + half + HALF, _to_cache(key_b * cos + key_a * sin, key_scale, key_cache, IS_FP8), mask=mask)
+    tl.store(at + half, to_cache(key_a * cos - key_b * sin, key_scale, key_cache, IS_FP8), mask=mask)
+    tl.store(at + half + HALF, to_cache(key_b * cos + key_a * sin, key_scale, key_cache, IS_FP8), mask=mask)
     if REST_PAD > 0:
         mask = is_kept & (rest < HEAD_DIM) & (kv_heads < NUM_KV_HEADS)
-        tl.store(at + rest, _to_cache(key_rest, key_scale, key_cache, IS_FP8), mask=mask)
+        tl.store(at + rest, to_cache(key_rest, key_scale, key_cache, IS_FP8), mask=mask)
     at = value_cache + block * value_block_stride + in_block * value_token_stride + kv_heads * value_cache_head_stride
     mask = is_kept & (columns < HEAD_DIM) & (kv_heads < NUM_KV_HEADS)
-    tl.store(at + columns, _to_cache(v, value_scale, value_cache, IS_FP8), mask=mask)
+    tl.store(at + columns, to_cache(v, value_scale, value_cache, IS_FP8), mask=mask)
 
 
 def constants(num_heads: int, num_kv_heads: int, head_dim: int, half: int, block_size: int) -> dict[str, int]:
@@ -203,8 +196,8 @@ def rope_store_kv(
     num_kv_heads, block_size, head_dim]; `positions`, `slots` int64 [num_tokens], a slot being block * block_size +
     token, or -1: nothing is done for this token; `cos_sin` float32 [max_positions, rotated]: the cosines of a
     position's angles, then their sines. `rotated` may be less than head_dim. `norms` are the weights of queries and of
-    keys, each [head_dim]; none: no norm. `kv_scales` float32 [2], of keys and of values, on the device, are needed by
-    caches of float8_e4m3fn and by no other.
+    keys, each [head_dim]; none: no norm. `kv_scales` as `check_scales` wants
+    them.
 
     Raises:
         ValueError: a layout or type that the kernel cannot use.
@@ -219,11 +212,7 @@ def rope_store_kv(
     if any(each.shape != (num_tokens,) or each.dtype != torch.int64 for each in (positions, slots)):
         got = f"{positions.dtype} {list(positions.shape)} and {slots.dtype} {list(slots.shape)}"
         raise ValueError(f"expected int64 positions and slots [{num_tokens}], got {got}")
-    is_fp8 = key_cache.dtype == torch.float8_e4m3fn
-    if is_fp8 != (kv_scales is not None):
-        raise ValueError(f"expected kv_scales with a cache of float8_e4m3fn and no other, got {key_cache.dtype}")
-    if kv_scales is not None and (kv_scales.shape != (2,) or kv_scales.dtype != torch.float32):
-        raise ValueError(f"expected float32 kv_scales [2], got {kv_scales.dtype} {list(kv_scales.shape)}")
+    check_scales(key_cache, kv_scales)
     if not num_tokens:
         return
     query_norm, key_norm = norms or (query, query)
@@ -248,7 +237,7 @@ def rope_store_kv(
         *value_cache.stride()[:3],
         **constants(num_heads, num_kv_heads, head_dim, half, block_size),
         HAS_NORM=norms is not None,
-        IS_FP8=is_fp8,
+        IS_FP8=kv_scales is not None,
         DEPENDS=can_launch_early(query.device),
         num_warps=NUM_WARPS,
         **early_launch(query.device),

@@ -17,16 +17,19 @@ from tests.kernels.decode_cases import DEVICE, Case, Heads, assert_close, flat
 DTYPES = [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32, torch.bfloat16]
 
 
-def check(pieces: list[DensePiece], heads: Heads) -> None:
+def check(pieces: list[DensePiece], heads: Heads, key_scale: float = 1.0, value_scale: float = 1.0) -> None:
     """One workspace for all of them, as for the layers and rows of a step."""
     workspace = DenseWorkspace(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, DEVICE)
     for piece in pieces:
         case = Case(flat([piece.end], heads.block_size), heads)
         merged = torch.randn(piece.num_tokens, heads.num_heads + 3, heads.head_dim, device=DEVICE).to(heads.dtype)
         query = merged[:, : heads.num_heads]  # as a model hands it over: part of one merged product
-        out = dense_prefill(query, case.key, case.value, case.tables[0], piece, workspace, scale=0.2)
+        scales = {"key_scale": key_scale, "value_scale": value_scale}
+        out = dense_prefill(query, case.key, case.value, case.tables[0], piece, workspace, scale=0.2, **scales)
         starts, lengths = torch.tensor([piece.start]), torch.tensor([piece.num_tokens])
-        assert_close(out, prefill_attention(query, case.key, case.value, case.tables, starts, lengths, scale=0.2))
+        tensors = {name: torch.tensor([scale], device=DEVICE) for name, scale in scales.items()}
+        expected = prefill_attention(query, case.key, case.value, case.tables, starts, lengths, scale=0.2, **tensors)
+        assert_close(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,6 +49,13 @@ def test_squares_and_prefixes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 80), (2, 2, 96), (3, 1, 256)])
 def test_head_sizes_and_groups(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     check([DensePiece(50, 30, 48)], Heads(num_heads, num_kv_heads, head_dim, dtype=DTYPES[-1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_of_fp8_is_widened_and_scaled(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SQUARE_UNIT", 8)
+    pieces = [DensePiece(0, 40, 0), DensePiece(75, 29, 64)]
+    check(pieces, Heads(6, 2, 64, dtype=dtype, kv_dtype=torch.float8_e4m3fn), key_scale=0.7, value_scale=3.0)
 
 
 @pytest.mark.gpu
@@ -91,11 +101,14 @@ def test_shapes_are_few() -> None:
     assert max(piece.prefix + piece.square for piece in found) <= module.MAX_CONTEXT + module.SQUARE_UNIT
 
 
-def test_warming_up_meets_every_size_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+def test_warming_up_meets_every_size_and_changes_nothing(
+    kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("MIN_TOKENS", 8), ("MIN_PREFIX", 16), ("SQUARE_UNIT", 8)):
         monkeypatch.setattr(module, name, value)
-    case = Case(flat([50], 16), Heads(2, 1, 64, dtype=DTYPES[-1]))
-    before = case.pool.clone()
+    case = Case(flat([50], 16), Heads(2, 1, 64, dtype=DTYPES[-1], kv_dtype=kv_dtype))
+    before = case.pool.float()
     attend, seen = module.dense_prefill, set()
 
     def watched(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
@@ -107,7 +120,7 @@ def test_warming_up_meets_every_size_and_changes_nothing(monkeypatch: pytest.Mon
     warm_up(workspace, case.key, case.value, 2, max_tokens=40)
     pieces = [split(0, num_tokens) for num_tokens in range(41)]
     assert seen == {piece.num_tokens for piece in pieces if piece is not None} == {8, 12, 16, 24, 32}
-    assert torch.equal(case.pool.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert torch.equal(case.pool.float().nan_to_num(7.0), before.nan_to_num(7.0))
     warm_up(workspace, case.key, case.value, 2, max_tokens=7)
 
 

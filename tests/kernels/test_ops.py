@@ -12,11 +12,12 @@ from chatserve_kernels.device_plan import DevicePlan, make_planner, make_prefill
 from chatserve_kernels.forest import CostModel
 from chatserve_kernels.forest_decode import DecodeWorkspace
 from chatserve_kernels.ops import PagedAttention, store_and_attend
-from chatserve_kernels.reference import prefill_attention
+from chatserve_kernels.reference import prefill_attention, to_e4m3
 
 from tests.kernels.decode_cases import DEVICE, SMALL_CONFIGS, Case, Heads, assert_close, flat
 
 HEADS = Heads(4, 2, 16)
+FP8 = Heads(4, 2, 16, kv_dtype=torch.float8_e4m3fn)
 ENDS = [40, 17, 5]
 TILES = {"num_processors": 4, "num_heads": 4, "num_kv_heads": 2, "block_size": HEADS.block_size}
 
@@ -24,10 +25,11 @@ TILES = {"num_processors": 4, "num_heads": 4, "num_kv_heads": 2, "block_size": H
 class Batch:
     """Rows whose last tokens are new, one each or several, and the operator's arguments for them."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], heads: Heads = HEADS) -> None:
         self.lengths = lengths
+        self.scales = None if heads.kv_dtype is None else torch.tensor([0.5, 3.0], device=DEVICE)
         self.starts = [end - length for end, length in zip(ENDS, lengths, strict=True)]
-        case = Case(flat(ENDS, HEADS.block_size), HEADS)
+        case = Case(flat(ENDS, heads.block_size), heads)
         self.cache = case.pool[:, 1]
         self.tables = case.tables
         num_tokens = sum(lengths)
@@ -53,7 +55,11 @@ class Batch:
         """After the store."""
         starts, lengths = torch.tensor(self.starts), torch.tensor(self.lengths)
         keys, values = self.cache.unbind(1)
-        return prefill_attention(self.query, keys, values, self.tables, starts, lengths, scale=0.2, softcap=3.0)
+        key_scale, value_scale = (None, None) if self.scales is None else self.scales.split(1)
+        return prefill_attention(
+            self.query, keys, values, self.tables, starts, lengths,
+            scale=0.2, softcap=3.0, key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [6, 1, 5]])
@@ -65,11 +71,31 @@ def test_it_stores_and_attends(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [6, 1, 5]])
-def test_torch_finds_no_fault_with_it(lengths: list[int]) -> None:
-    batch = Batch(lengths)
-    batch.cache.nan_to_num_(0.5)  # the check compares copies, and NaN equals nothing
+def test_it_stores_8_bits_and_attends_to_them(lengths: list[int]) -> None:
+    batch = Batch(lengths, FP8)
+    before = batch.cache.float()
+    batch.key.mul_(2000)  # some are more than e4m3 holds
+    out = batch.attention(*batch.tensors(), scale=0.2, softcap=3.0, kv_scales=batch.scales)
+    stored = batch.cache.float()[batch.slots // 16, :, :, batch.slots % 16]
+    assert torch.equal(stored[:, 0], to_e4m3(batch.key, 0.5).float())
+    assert torch.equal(stored[:, 1], to_e4m3(batch.value, 3.0).float())
+    assert int((batch.cache.float().nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).sum()) <= 4 * sum(lengths)
+    assert_close(out, batch.expected())
+    with pytest.raises(ValueError, match="kv_scales with a cache of float8_e4m3fn"):
+        batch.attention(*batch.tensors(), scale=0.2)
+
+
+@pytest.mark.parametrize("heads", [HEADS, FP8], ids=["float32", "fp8"])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [6, 1, 5]])
+def test_torch_finds_no_fault_with_it(lengths: list[int], heads: Heads) -> None:
+    batch = Batch(lengths, heads)
+    # The check compares copies, and NaN equals nothing.
+    batch.cache = batch.cache.float().nan_to_num(0.5).to(batch.cache.dtype)
     attention = batch.attention
-    torch.library.opcheck(store_and_attend, (*batch.tensors(), attention.plan.packed, attention.handle, 0.2, None))
+    plan = (attention.plan.packed, attention.handle, 0.2, None, batch.scales)
+    # One of its checks compares by arithmetic that torch does not have for 8-bit floats.
+    utils = {} if heads is HEADS else {"test_utils": ("test_autograd_registration", "test_faketensor")}
+    torch.library.opcheck(store_and_attend, (*batch.tensors(), *plan), **utils)
 
 
 def test_it_is_part_of_one_compiled_graph() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chatserve_kernels.paged_kv import gather_kv, store_kv, update_tables
+from chatserve_kernels.reference import to_e4m3
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 8, 1), (2, 64, 16), (3, 80, 4), (8, 128, 128)]
@@ -37,6 +38,40 @@ def test_a_row_comes_back_as_it_was_stored(shape: tuple[int, int, int], dtype: t
     assert torch.equal(room[1, :, :num_tokens], value.transpose(0, 1))
     assert not room[:, :, num_tokens:].any()
     assert int(keys.isnan().sum()) == keys.numel() - key.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_pool_of_fp8_holds_what_is_scaled_clamped_and_rounded(dtype: torch.dtype) -> None:
+    pool = torch.full((NUM_BLOCKS, 2, 3, 4, 80), 7.0, device=DEVICE).to(torch.float8_e4m3fn)
+    key, value = (torch.randn(2, 21, 3, 80, device=DEVICE) * 100).to(dtype)
+    key[3, 1, :4] = torch.tensor([torch.inf, -torch.inf, 6e4, -6e4])
+    slots = torch.randperm(NUM_BLOCKS * 4, device=DEVICE)[:21]
+    slots[5] = -1
+    store_kv(key, value, pool[:, 0], pool[:, 1], slots, torch.tensor([0.25, 3.0], device=DEVICE))
+    stored = pool.float().permute(1, 0, 3, 2, 4).reshape(2, NUM_BLOCKS * 4, 3, 80)
+    kept = slots >= 0
+    assert torch.equal(stored[0, slots[kept]], to_e4m3(key, 0.25).float()[kept])
+    assert torch.equal(stored[1, slots[kept]], to_e4m3(value, 3.0).float()[kept])
+    assert stored[0, slots[3], 1, :4].tolist() == [448.0, -448.0, 448.0, -448.0]
+    assert int((stored != 7.0).any(-1).any(-1).sum()) == 2 * int(kept.sum())
+
+    table = torch.arange(NUM_BLOCKS, dtype=torch.int32, device=DEVICE)
+    room = torch.empty((2, 3, NUM_BLOCKS * 4, 80), dtype=dtype, device=DEVICE)
+    gather_kv(room[0], room[1], pool[:, 0], pool[:, 1], table, NUM_BLOCKS * 4)
+    assert torch.equal(room.float(), stored.transpose(1, 2)), "widened, not multiplied"
+
+
+def test_scales_go_with_pools_of_fp8_alone() -> None:
+    keys, values = pools(2, 16, 4, torch.float32)
+    key, value = torch.randn(2, 1, 2, 16, device=DEVICE)
+    slots = torch.tensor([3], device=DEVICE)
+    with pytest.raises(ValueError, match=r"kv_scales with a cache of float8_e4m3fn and no other, got torch.float32"):
+        store_kv(key, value, keys, values, slots, torch.ones(2, device=DEVICE))
+    keys, values = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"kv_scales with a cache of float8_e4m3fn and no other"):
+        store_kv(key, value, keys, values, slots)
+    with pytest.raises(ValueError, match=r"expected float32 kv_scales \[2\], got torch.float16 \[2\]"):
+        store_kv(key, value, keys, values, slots, torch.ones(2, device=DEVICE).half())
 
 
 def test_padding_is_stored_nowhere() -> None:

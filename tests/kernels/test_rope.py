@@ -76,11 +76,9 @@ def test_a_cache_of_fp8_holds_what_is_scaled_clamped_and_rounded(num_heads, num_
         wanted = reference.to_e4m3(expected, scale).float()
         step = (wanted.abs() / 8).clamp(min=2.0**-9)
         is_close = (stored - wanted).abs() <= step
-        if DEVICE.type == "cuda":  # what lies on the border of two values may round to either
-            assert (stored != wanted).sum() <= 0.01 * stored.numel()
-        else:  # Triton's interpreter truncates, and halves what it rounds up to a power of two
-            is_close |= torch.frexp(wanted.abs()).mantissa == 0.5
         assert is_close.all()
+        # What lies on the border of two values may round to either.
+        assert (stored != wanted).sum() <= 0.01 * stored.numel()
     # fp8 tensors cannot be indexed for writing
     rest = pool.float()
     rest[blocks, :, :, tokens] = untouched

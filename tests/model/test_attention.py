@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatserve.model.attention import PackedBatch, TorchAttention
+from chatserve.model.kv_dtype import FP8
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.shapes import KVShape
 
@@ -31,7 +32,17 @@ class RowSpec(NamedTuple):
 class World:
     """Rows with a history, written through the backend itself, and the plain keys and values beside it."""
 
-    def __init__(self, rows: Sequence[RowSpec], *, block_size: int, group: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[RowSpec],
+        *,
+        block_size: int,
+        group: int,
+        dtype: torch.dtype,
+        seed: int,
+        kv_dtype: torch.dtype | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
         self.rows = rows
         self.heads = KV_HEADS * group
         self.generator = torch.Generator().manual_seed(seed)
@@ -39,7 +50,17 @@ class World:
         shape = KVShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=block_size)
         counts = [-(-(row.start + row.length) // block_size) for row in rows]
         num_blocks = sum(counts) + 3
-        storage = KVStorage(shape, num_blocks=num_blocks, num_host_blocks=0, dtype=dtype, device=torch.device("cpu"))
+        self.kv_dtype = kv_dtype or dtype
+        self.scales = scales if kv_dtype == FP8 else (1.0, 1.0)
+        storage = KVStorage(
+            shape,
+            num_blocks=num_blocks,
+            num_host_blocks=0,
+            dtype=self.kv_dtype,
+            device=torch.device("cpu"),
+            compute_dtype=dtype,
+            scales=[(1.0, 1.0), scales],
+        )
         storage.device_pool.fill_(torch.nan)
         self.pool = storage.device_pool
         self.backend = TorchAttention(storage)
@@ -74,10 +95,17 @@ class World:
         step.attend(0, query, key, value, scale=1.0)  # another layer's KV must not be touched
         return step.attend(1, query, key, value, scale=0.3, window=window, softcap=softcap)
 
+    def held(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        """What is left of x in the pool, in float64."""
+        largest = torch.finfo(self.kv_dtype).max
+        return (x.float() / scale).clamp(-largest, largest).to(self.kv_dtype).double() * scale
+
     def expected(self, query: torch.Tensor, window: int | None, softcap: float | None) -> torch.Tensor:
         out = []
         token = 0
-        for row, keys, values in zip(self.rows, self.keys, self.values, strict=True):
+        all_keys = [self.held(keys, self.scales[0]) for keys in self.keys]
+        all_values = [self.held(values, self.scales[1]) for values in self.values]
+        for row, keys, values in zip(self.rows, all_keys, all_values, strict=True):
             for position in range(row.start, row.start + row.length):
                 low = 0 if window is None else max(0, position - window + 1)
                 for head in range(self.heads):
@@ -119,11 +147,41 @@ def test_attention_equals_its_definition(
     torch.testing.assert_close(got.double(), world.expected(query, window, softcap), rtol=1e-5, atol=1e-5)
 
 
+@given(
+    rows=rows_of_any_length,
+    block_size=st.sampled_from([1, 16]),
+    window=st.sampled_from([None, 5, 200]),
+    softcap=st.sampled_from([None, 2.0]),
+    scales=st.sampled_from([(1.0, 1.0), (0.01, 0.003), (0.7, 3.0)]),
+    kv_dtype=st.sampled_from([FP8, FP8, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_attention_over_rounded_kv_equals_the_definition_of_what_was_kept(
+    rows: list[RowSpec],
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    scales: tuple[float, float],
+    kv_dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """New keys and values too are read as they were kept; a scale of 0.003 has values saturate."""
+    world = World(
+        rows, block_size=block_size, group=3, dtype=torch.float32, seed=seed, kv_dtype=kv_dtype, scales=scales
+    )
+    query = world.random(sum(row.length for row in rows), world.heads)
+    got = world.attend(range(len(rows)), rows, query, window, softcap)
+    torch.testing.assert_close(got.double(), world.expected(query, window, softcap), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_block_edges_and_sixteen_bits(length: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_block_edges_and_sixteen_bits(length: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     rows = [RowSpec(length - 1, 1), RowSpec(40, 1), RowSpec(0, length), RowSpec(5, length)]
-    world = World(rows, block_size=16, group=3, dtype=dtype, seed=length)
+    scales = (0.6, 1.3)
+    world = World(rows, block_size=16, group=3, dtype=dtype, seed=length, kv_dtype=kv_dtype, scales=scales)
     query = world.random(sum(row.length for row in rows), world.heads)
     got = world.attend(range(len(rows)), rows, query)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

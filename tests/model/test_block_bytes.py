@@ -82,12 +82,14 @@ def ask(engine: Engine, prompt: list[int], max_tokens: int = 10) -> tuple[int, l
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtypes", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "kv_cache_dtype": "fp8"}], ids=str
+)
 def test_a_model_goes_on_from_a_snapshot_as_if_it_had_never_ended(
-    model: Path, tmp_path: Path, dtype: str, device: str
+    model: Path, tmp_path: Path, dtypes: dict[str, str], device: str
 ) -> None:
     prompt = [3 + (i * 7) % 90 for i in range(75)]
-    options = {"dtype": dtype, "device": device}
+    options = {**dtypes, "device": device}
     undisturbed = engine_of(model, tmp_path / "none", **options)
     first = ask(undisturbed, prompt)[1]
     second = ask(undisturbed, [*prompt, *first, 5, 6])
@@ -131,6 +133,7 @@ def other_tokenizer(model: Path) -> None:
         (other_config, {}, "model"),
         (other_tokenizer, {}, "tokenizer"),
         (None, {"dtype": "bfloat16"}, "dtype"),
+        (None, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         (None, {"block_size": 8}, "layout"),
         (None, {"model_impl": "hf"}, "model"),
     ],

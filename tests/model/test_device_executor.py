@@ -7,6 +7,7 @@ NaN where nobody has written.
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from chatserve.config import EngineSettings
 from chatserve.model.block_tables import BlockTables
+from chatserve.model.kv_dtype import choose_kv_dtype
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.loader import load_model
 from chatserve.model.rows import BatchRows
@@ -22,7 +24,7 @@ from chatserve.model.runner import ModelRunner, build_runner
 from chatserve.model.shapes import KVShape
 from chatserve.sched.plan import Admitted, Row, StepPlan, Transfers
 from chatserve.types import BlockId, RequestId, SamplingParams
-from tests.model.tiny import OUR_FAMILIES, VOCAB, make_model
+from tests.model.tiny import OUR_FAMILIES, VOCAB, add_kv_scales, make_model
 
 triton_attention = pytest.importorskip("chatserve.model.triton_attention", reason="Triton is made for Linux only")
 
@@ -52,14 +54,24 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def device_runner(directory: Path, shapes: list[GraphShape], precision: str = "float32") -> ModelRunner:
+def device_runner(
+    directory: Path, shapes: list[GraphShape], precision: str = "float32", kv_cache_dtype: str = "auto"
+) -> ModelRunner:
     """A runner around a `DeviceExecutor` on whatever device there is."""
     model, dtype = load_model(directory, DEVICE, "llama", precision)
     info = model.info
     shape = KVShape(
         num_layers=info.num_layers, num_kv_heads=info.num_kv_heads, head_dim=info.head_dim, block_size=BLOCK
     )
-    storage = KVStorage(shape, num_blocks=NUM_BLOCKS, num_host_blocks=0, dtype=dtype, device=DEVICE)
+    storage = KVStorage(
+        shape,
+        num_blocks=NUM_BLOCKS,
+        num_host_blocks=0,
+        dtype=choose_kv_dtype(kv_cache_dtype, dtype, DEVICE),
+        device=DEVICE,
+        compute_dtype=dtype,
+        scales=info.kv_scales,
+    )
     backend = triton_attention.TritonAttention(storage, info.num_heads)
     model.ops = FusedOps(model.rope, info.context_tokens)  # type: ignore[attr-defined]
     rows = BatchRows(BlockTables(MAX_ROWS, 40, DEVICE))
@@ -77,7 +89,7 @@ def device_runner(directory: Path, shapes: list[GraphShape], precision: str = "f
     return ModelRunner(storage, executor, context_tokens=160)
 
 
-def host_runner(directory: Path) -> ModelRunner:
+def host_runner(directory: Path, kv_cache_dtype: str = "auto") -> ModelRunner:
     runner = build_runner(
         EngineSettings(
             model_dir=directory,
@@ -88,6 +100,7 @@ def host_runner(directory: Path) -> ModelRunner:
             host_cache_memory="0",
             threads=1,
             dtype="float32",
+            kv_cache_dtype=kv_cache_dtype,
         )
     )
     runner.storage.device_pool.fill_(torch.nan)
@@ -192,6 +205,17 @@ def test_windows_and_norms_of_heads_are_replayed_too(family: str, tmp_path: Path
 def test_steps_that_fit_no_graph_run_eagerly_and_agree(llama_dir: Path) -> None:
     plans = script(3, [GREEDY], 6)
     assert play(device_runner(llama_dir, []), plans) == play(host_runner(llama_dir), plans)
+
+
+def test_8_bit_kv_is_scaled_as_the_checkpoint_says_on_both_ways(llama_dir: Path, tmp_path: Path) -> None:
+    """Kernels rotate keys and round them on their way into the pool; the CPU does one after the other."""
+    scaled = shutil.copytree(llama_dir, tmp_path / "scaled")
+    scales = ((0.015625, 0.00390625), (0.03125, 0.0078125))
+    add_kv_scales(scaled, scales)
+    plans = script(4, [GREEDY], 5)
+    by_device = device_runner(scaled, SHAPES, kv_cache_dtype="fp8")
+    assert by_device.storage.scales == by_device.model.info.kv_scales == scales
+    assert play(by_device, plans) == play(host_runner(scaled, "fp8"), plans)
 
 
 @pytest.mark.gpu

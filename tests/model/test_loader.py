@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,24 @@ def cut(name: str, kept: int) -> Callable[[Path], None]:
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+SCALE = "model.layers.2.self_attn.k_scale"
+KV_ALONE = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+
+
+def scales(of_keys: list[Any]) -> Callable[[Path], None]:
+    """Scales of the values of all layers, and such scales of the first layers' keys."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for layer in range(3):
+            tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(0.5 * (layer + 1))
+        for layer, scale in enumerate(of_keys):
+            tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(scale).bfloat16()
+
+    return change_weights(change)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +100,13 @@ NORM = "model.layers.1.input_layernorm.weight"
         (change_weights(lambda tensors: tensors.update(extra=torch.zeros(2))), "does not have: extra"),
         (change_weights(lambda tensors: tensors.update({NORM: torch.ones(3)})), rf"{NORM} has shape \(3,\)"),
         (change_weights(lambda tensors: tensors.update({NORM: torch.ones(48, dtype=torch.int8)})), "torch.int8"),
+        (scales([1.0, 2.0, 0.0]), f"KV scale {SCALE} is 0; it must be finite and above 0"),
+        (scales([1.0, 2.0, -1.0]), f"KV scale {SCALE} is -1;"),
+        (scales([1.0, 2.0, math.inf]), f"KV scale {SCALE} is inf;"),
+        (scales([1.0, 2.0]), f"lacks the KV scale {SCALE}, though it has others"),
+        (scales([1.0, 2.0, [1.0, 2.0]]), rf"{SCALE} has shape \(2,\), one number is expected"),
+        (change_config(quantization_config={**KV_ALONE, "config_groups": {"group_0": {}}}), "is quantised"),
+        (change_config(quantization_config={**KV_ALONE, "kv_cache_scheme": None}), "is quantised"),
     ],
 )
 def test_a_damaged_directory_is_one_clear_line(copy: Path, damage: Callable[[Path], Any], words: str) -> None:
@@ -94,6 +120,15 @@ def test_transformers_models_are_loaded_as_strictly(copy: Path) -> None:
     change_weights(lambda tensors: tensors.update(extra=torch.zeros(2)))(copy)
     with pytest.raises(StartupError, match=r"unexpected keys among the weights: extra"):
         load_model(copy, CPU, "hf")
+
+
+def test_scales_of_8_bit_kv_are_read_where_they_are(copy: Path) -> None:
+    assert load_model(copy, CPU, "llama")[0].info.kv_scales == ()
+    scales([1.0, 0.25, 4.0])(copy)
+    change_config(quantization_config=KV_ALONE)(copy)
+    expected = ((1.0, 0.5), (0.25, 1.0), (4.0, 1.5))
+    for dtype in ("float32", "bfloat16"):
+        assert load_model(copy, CPU, "auto", dtype)[0].info.kv_scales == expected
 
 
 def test_shards_are_read_through_their_index(copy: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from chatserve.model.attention import PackedBatch, StoredAttention, TorchAttention
 from chatserve.model.block_tables import BlockTables
+from chatserve.model.kv_dtype import FP8
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.shapes import KVShape
 
@@ -77,10 +78,18 @@ class Graph:
 class World:
     """Sequences that grow step by step, in two pools of the same KV."""
 
-    def __init__(self, shapes: list[StepShape], *, max_rows: int = 24) -> None:
+    def __init__(self, shapes: list[StepShape], *, max_rows: int = 24, kv_dtype: torch.dtype = torch.float32) -> None:
         shape = KVShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK)
         self.pools = [
-            KVStorage(shape, num_blocks=NUM_BLOCKS, num_host_blocks=0, dtype=torch.float32, device=DEVICE)
+            KVStorage(
+                shape,
+                num_blocks=NUM_BLOCKS,
+                num_host_blocks=0,
+                dtype=kv_dtype,
+                device=DEVICE,
+                compute_dtype=torch.float32,
+                scales=[(0.4, 1.7)] * LAYERS,
+            )
             for _ in range(2)
         ]
         for pool in self.pools:
@@ -148,7 +157,7 @@ class World:
             expected = reference.attend(layer, *given, scale=0.3, window=window)
             error = (outputs[layer][where].double() - expected.double()).norm() / expected.double().norm()
             assert float(error) < 1e-5, f"layer {layer}"
-        theirs, ours = (pool.device_pool.nan_to_num(7.0) for pool in self.pools)
+        theirs, ours = (pool.device_pool.float().nan_to_num(7.0) for pool in self.pools)
         assert torch.equal(theirs, ours), "the same slots are written, and no others"
         for row, length in lengths.items():
             self.sequences[row] = Sequence(row, self.sequences[row].num_tokens + length)
@@ -187,8 +196,9 @@ def test_rows_that_share_widely_take_the_other_graph() -> None:
     assert world.step(graph, decode(*rows[:1], *alone)) is False
 
 
-def test_prompts_beside_decoding_rows() -> None:
-    world = World([static_attention.StepShape(4, 24, 3), static_attention.StepShape(4)])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
+def test_prompts_beside_decoding_rows(kv_dtype: torch.dtype) -> None:
+    world = World([static_attention.StepShape(4, 24, 3), static_attention.StepShape(4)], kv_dtype=kv_dtype)
     mixed, plain = world.graphs
     shared = world.blocks(12)
     rows = [world.admit(9), world.admit(30)]

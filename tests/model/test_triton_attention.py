@@ -18,6 +18,7 @@ from chatserve.engine.messages import PathRef
 from chatserve.errors import StartupError
 from chatserve.model.attention import AttentionBackend, PackedBatch, TorchAttention
 from chatserve.model.backends import choose_backend
+from chatserve.model.kv_dtype import FP8
 from chatserve.model.kv_storage import KVStorage
 from chatserve.model.runner import build_runner
 from chatserve.model.shapes import KVShape
@@ -43,6 +44,8 @@ class Heads(NamedTuple):
     head_dim: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    """None: as `dtype`."""
 
 
 class RowSpec(NamedTuple):
@@ -56,7 +59,15 @@ def storage_of(heads: Heads, num_blocks: int) -> KVStorage:
     shape = KVShape(
         num_layers=LAYERS, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, block_size=heads.block_size
     )
-    return KVStorage(shape, num_blocks=num_blocks, num_host_blocks=0, dtype=heads.dtype, device=DEVICE)
+    return KVStorage(
+        shape,
+        num_blocks=num_blocks,
+        num_host_blocks=0,
+        dtype=heads.kv_dtype or heads.dtype,
+        device=DEVICE,
+        compute_dtype=heads.dtype,
+        scales=[(0.4, 1.7), (0.02, 0.001)],  # the last is so small that values saturate
+    )
 
 
 def share_always() -> object:
@@ -120,7 +131,8 @@ class World:
             )
             error = (got.double() - expected.double()).norm() / expected.double().norm()
             assert float(error) < TOLERANCE[heads.dtype], f"layer {index}, window {window}, soft cap {cap}"
-        assert torch.equal(self.torch.device_pool.nan_to_num(7.0), self.triton.device_pool.nan_to_num(7.0))
+        pools = (storage.device_pool.to(heads.dtype).nan_to_num(7.0) for storage in (self.torch, self.triton))
+        assert torch.equal(*pools)
 
 
 DECODES = [RowSpec(0, 1), RowSpec(15, 1), RowSpec(16, 1), RowSpec(70, 1)]
@@ -178,17 +190,31 @@ def test_random_batches_one_after_another_equal_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "softcap"),
-    [
-        ([RowSpec(0, 40)], None),
-        ([RowSpec(50, 37, is_fork=True)], None),
-        ([*DECODES, *PROMPTS], None),
-        (MIXED, None),
-        ([RowSpec(20, 40)], 2.0),
-    ],
-    ids=["all of it", "one", "in turn", "mixed", "soft cap"],
+    ("rows", "softcap", "dtype"),
+    [(FORKS, None, torch.float32), (MIXED, 2.0, torch.float32), (MIXED, None, torch.bfloat16)],
+    ids=["forks", "mixed with soft cap", "mixed"],
 )
-def test_long_prompts_equal_torch(rows: list[RowSpec], softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_kv_equals_torch(rows: list[RowSpec], softcap: float | None, dtype: torch.dtype) -> None:
+    """Both keep the same bytes."""
+    World(rows, Heads(dtype=dtype, kv_dtype=FP8), seed=len(rows)).check(windows=(None, 9), softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("rows", "softcap", "kv_dtype"),
+    [
+        ([RowSpec(0, 40)], None, None),
+        ([RowSpec(50, 37, is_fork=True)], None, None),
+        ([*DECODES, *PROMPTS], None, None),
+        (MIXED, None, None),
+        ([RowSpec(20, 40)], 2.0, None),
+        ([RowSpec(0, 40)], None, FP8),
+        (MIXED, None, FP8),
+    ],
+    ids=["all of it", "one", "in turn", "mixed", "soft cap", "all of it in 8 bits", "mixed in 8 bits"],
+)
+def test_long_prompts_equal_torch(
+    rows: list[RowSpec], softcap: float | None, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some go to a dense kernel, in part or whole, in the layers whose window hides nothing."""
     from chatserve_kernels import dense_prefill
 
@@ -205,7 +231,8 @@ def test_long_prompts_equal_torch(rows: list[RowSpec], softcap: float | None, mo
         monkeypatch.setattr(dense_prefill, name, value)
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     windows = (None, 20) if softcap is None else (500,)
-    World(rows, Heads(head_dim=64, dtype=dtype), seed=len(rows)).check(windows=windows, softcap=softcap)
+    heads = Heads(head_dim=64, dtype=dtype, kv_dtype=kv_dtype)
+    World(rows, heads, seed=len(rows)).check(windows=windows, softcap=softcap)
     long = [row.length for row in rows if row.length >= 8]
     assert len(seen) == (len(long) if softcap is None else 0), "in the first layer alone"
     assert all(some <= whole for some, whole in zip(seen, long, strict=False))

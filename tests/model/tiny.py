@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chatserve.model.attention import PackedBatch, TorchAttention
@@ -101,6 +102,17 @@ def make_model(directory: Path, fields: dict[str, Any]) -> Any:
     return model
 
 
+def add_kv_scales(directory: Path, scales: Sequence[tuple[float, float]]) -> None:
+    """Add what each layer's 8-bit keys and values are to be multiplied by to a model's weights, as llm-compressor does:
+    one number each, under `self_attn.k_scale` and `v_scale`."""
+    (path,) = directory.glob("*.safetensors")
+    tensors = load_file(path)
+    for layer, pair in enumerate(scales):
+        for side, scale in zip("kv", pair, strict=True):
+            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor([scale])
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def reference_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """[num_tokens, vocab_size]"""
     with torch.inference_mode():
@@ -111,7 +123,15 @@ def reference_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
 class Paged:
     """A model over a small pool filled with NaN; rows are given as (ids so far, number of new tokens)."""
 
-    def __init__(self, model: CausalModel, *, num_blocks: int = 96, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        num_blocks: int = 96,
+        block_size: int = 4,
+        seed: int = 0,
+        kv_dtype: torch.dtype = torch.float32,
+    ) -> None:
         info = model.info
         shape = KVShape(
             num_layers=info.num_layers,
@@ -121,13 +141,23 @@ class Paged:
         )
         self.model = model
         self.storage = KVStorage(
-            shape, num_blocks=num_blocks, num_host_blocks=8, dtype=torch.float32, device=torch.device("cpu")
+            shape,
+            num_blocks=num_blocks,
+            num_host_blocks=8,
+            dtype=kv_dtype,
+            device=torch.device("cpu"),
+            compute_dtype=torch.float32,
+            scales=info.kv_scales,
         )
         self.storage.device_pool.fill_(torch.nan)
         self.storage.host_pool.fill_(torch.nan)
         self.backend = TorchAttention(self.storage)
         self.free = list(np.random.default_rng(seed).permutation(num_blocks))
         self.tables: dict[str, list[int]] = {}
+
+    def leave(self, name: str) -> None:
+        """Its blocks are free, whatever they hold."""
+        self.free += self.tables.pop(name)
 
     def step(
         self, rows: Sequence[tuple[str, Sequence[int], int]], logit_rows: list[int] | None = None

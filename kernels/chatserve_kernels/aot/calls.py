@@ -113,15 +113,18 @@ def rope_and_write(
 
 def write(*, cache: str, dtype: str, head_dim: int, kv_heads: int, block_size: int) -> None:
     key, value = _empty(2, 7, kv_heads, head_dim, dtype=dtype)
-    store_kv(key, value, *_pool(kv_heads, block_size, head_dim, dtype if cache == "as keys" else FP8), _int64(7))
+    pool = _pool(kv_heads, block_size, head_dim, dtype if cache == "as keys" else FP8)
+    store_kv(key, value, *pool, _int64(7), _empty(2, dtype="float32") if cache == FP8 else None)
 
 
-def long_prompt(*, prefix: bool, dtype: str, head_dim: int, heads: tuple[int, int], block_size: int) -> None:
+def long_prompt(
+    *, cache: str, prefix: bool, dtype: str, head_dim: int, heads: tuple[int, int], block_size: int
+) -> None:
     num_heads, kv_heads = heads
     piece = dense.DensePiece(1500, 500, 1024) if prefix else dense.DensePiece(0, 512, 0)
     dense.dense_prefill(
         _empty(piece.num_tokens, num_heads, head_dim, dtype=dtype),
-        *_pool(kv_heads, block_size, head_dim, dtype),
+        *_pool(kv_heads, block_size, head_dim, dtype if cache == "as queries" else FP8),
         torch.empty(2048, dtype=torch.int32, device=CUDA),
         piece,
         dense.DenseWorkspace(num_heads, kv_heads, head_dim, ALL_DTYPES[dtype], CUDA),

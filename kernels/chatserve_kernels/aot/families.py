@@ -126,6 +126,7 @@ def families() -> Iterator[Family]:
         "long prompt",
         calls.long_prompt,
         {
+            "cache": ("as queries", calls.FP8),
             "prefix": (False, True),
             "dtype": tuple(calls.HALF),
             "head_dim": DENSE_HEAD_DIMS,
