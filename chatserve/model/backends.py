@@ -5,6 +5,8 @@ The only module that knows both; imports the kernels, and triton with them, when
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING
 
 from chatserve.errors import StartupError
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from chatserve.model.kv_storage import KVStorage
+
+_log = logging.getLogger(__name__)
 
 
 def check_device(setting: str, device: torch.device) -> None:
@@ -49,8 +53,15 @@ def choose_backend(setting: str, storage: KVStorage, num_heads: int) -> Attentio
         if reason is None:
             return triton_attention.TritonAttention(storage, num_heads)
     if setting == "auto":
+        _say_once(f"attention is plain torch's, which is slower than our kernels: {reason}")
         return TorchAttention(storage)
     raise _refused(reason)
+
+
+@cache
+def _say_once(line: str) -> None:
+    """A backend is chosen again and again while an engine starts."""
+    _log.warning("%s", line)
 
 
 def _refused(reason: str | None) -> StartupError:

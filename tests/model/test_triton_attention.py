@@ -6,7 +6,8 @@ Mixed batches over a pool full of NaN, in which rows share blocks as forked sess
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from chatserve.config import EngineSettings
 from chatserve.engine.build import build_engine
 from chatserve.engine.messages import PathRef
 from chatserve.errors import StartupError
+from chatserve.model import backends
 from chatserve.model.attention import AttentionBackend, PackedBatch, TorchAttention
 from chatserve.model.backends import choose_backend
 from chatserve.model.kv_dtype import FP8
@@ -278,6 +280,18 @@ def test_auto_takes_the_kernels_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(StartupError, match="needs a CUDA device, not cpu"):
         choose_backend("triton", on_cpu, 6)
+
+
+def test_a_gpu_that_has_to_do_without_the_kernels_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_a_gpu = cast("KVStorage", SimpleNamespace(device_pool=SimpleNamespace(device=torch.device("cuda"))))
+    monkeypatch.setattr(triton_attention, "why_not", lambda _storage, _num_heads: "it needs another shape")
+    monkeypatch.setattr(backends, "TorchAttention", lambda storage: storage)
+    backends._say_once.cache_clear()
+    for _ in range(2):
+        assert choose_backend("auto", on_a_gpu, 6) is on_a_gpu
+    assert caplog.text.count("slower than our kernels: it needs another shape") == 1
 
 
 class Chat:
