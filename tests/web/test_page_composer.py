@@ -246,3 +246,42 @@ async def test_drafts_are_kept_for_each_chat(tab: Tab) -> None:
     await expect(tab.page.locator("#composer-text")).to_have_value("not sent yet")
     await tab.page.reload()
     await expect(tab.page.locator("#composer-text")).to_have_value("not sent yet")
+
+
+HOLD_TURNS = """() => {
+  const send = WebSocket.prototype.send;
+  WebSocket.prototype.send = function (frame) {
+    if (!frame.includes('"message.send"')) return send.call(this, frame);
+    window.letGo = () => { WebSocket.prototype.send = send; send.call(this, frame); };
+  };
+}"""
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+async def test_a_draft_that_reads_like_what_another_chat_sends_stays_its_own(tab: Tab, is_accepted: bool) -> None:
+    box = tab.page.locator("#composer-text")
+    await tab.ask("One")
+    first = tab.session
+    await tab.page.locator("#new-chat").click()
+    await tab.ask("Two")
+    second = tab.session
+    await box.fill("Same")
+    await tab.page.goto(f"{tab.server.url}/#/c/{first}")
+    await expect(box).to_have_value("")
+    await box.fill("Same")
+    await tab.page.evaluate(HOLD_TURNS)
+    await box.press("Enter")
+    await tab.page.goto(f"{tab.server.url}/#/c/{second}")
+    await expect(box).to_have_value("Same")
+    await expect(box).not_to_be_editable()
+    if not is_accepted:
+        tab.server.engine.kill()
+        await expect(tab.page.locator("#banner")).to_contain_text("without its engine")
+    await tab.page.evaluate("letGo()")
+    await expect(box).to_be_editable()
+    if not is_accepted:
+        await tab.page.get_by_role("button", name="Trying again").click()
+        await expect(tab.page.locator(".notice")).to_have_count(0)
+    await expect(box).to_have_value("Same")
+    sent = [frame["session"] for frame in tab.sent if frame["type"] == "message.send"]
+    assert sent == [first, second, first]

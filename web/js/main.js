@@ -167,7 +167,7 @@ async function accepted(what, request, again) {
 async function send(session, text) {
   notices.clear();
   hints.sent();
-  const again = () => composer.sendAgain(text);
+  const again = () => composer.sendAgain(session, text);
   if (session === null) {
     try {
       session = await actions.create(settings.pending);

@@ -79,12 +79,14 @@ export class Composer {
   }
 
   /**
-   * Send what is in the box, if that is still this text.
+   * Send what is in the box, if that is still this text for this session.
+   * @param {string | null} session
    * @param {string} text
    * @returns {Promise<boolean>} whether it was accepted
    */
-  async sendAgain(text) {
-    return this._mode === "send" && this.text.value === text && (await this._send());
+  async sendAgain(session, text) {
+    const isThere = this._session === session && this.text.value === text;
+    return this._mode === "send" && isThere && (await this._send());
   }
 
   _drawButton() {
@@ -178,7 +180,9 @@ export class Composer {
     if (accepted !== null) {
       writeDraft(session, "");
       writeDraft(accepted, "");
-      if (this.text.value === text) this.text.value = "";
+      // Another chat may be shown by now, whose draft is its own, even if it reads the same.
+      const isShown = this._session === session || this._session === accepted;
+      if (isShown && this.text.value === text) this.text.value = "";
       this._keepDraft();
     }
     this._changed();
