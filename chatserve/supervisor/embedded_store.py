@@ -147,15 +147,18 @@ class EmbeddedStore:
             raise StartupError(f"cannot keep sessions in {self.directory}: {advise_os_error(error)}") from error
         with log:
             log_start = log.tell()
-            self._process = subprocess.Popen(  # noqa: S603  our own words, a packaged binary and our own paths
-                ["/bin/sh", "-c", _TIED_TO_PARENT, str(binary), *self._arguments()],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd=self.directory,
-                umask=0o077,
-                start_new_session=True,  # Ctrl-C is the parent's to handle: what it still has to save comes first
-            )
+            try:
+                self._process = subprocess.Popen(  # noqa: S603  our own words, a packaged binary and our own paths
+                    ["/bin/sh", "-c", _TIED_TO_PARENT, str(binary), *self._arguments()],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.directory,
+                    umask=0o077,
+                    start_new_session=True,  # Ctrl-C is the parent's to handle: what it still has to save comes first
+                )
+            except OSError as error:
+                raise StartupError(f"the store cannot be started: {advise_os_error(error)}") from error
         try:
             self._wait_until_ready(log_start, progress)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -335,6 +336,17 @@ def test_a_server_that_is_killed_at_its_start_is_said_to_be(tmp_path: Path) -> N
     killed = fake_server(tmp_path, "#!/bin/sh\necho all is well\nkill -KILL $$\n")
     with pytest.raises(StartupError, match="it ended with signal SIGKILL"):
         EmbeddedStore(tmp_path, tmp_path / "s.sock", binary=killed).start()
+
+
+def test_a_process_that_cannot_be_made_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    store = EmbeddedStore(tmp_path, tmp_path / "s.sock", binary=Path("/bin/true"))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(StartupError, match="the store cannot be started: " + os.strerror(errno.EAGAIN)):
+        store.start()
+    assert store.pid is None
 
 
 def test_an_earlier_runs_log_does_not_explain_this_one(tmp_path: Path) -> None:
