@@ -208,7 +208,7 @@ class Engine:
                 deleted.append(token_ids)
                 self._paths.forget(path.handle)
         for each in deleted:
-            self._scheduler.hints.drop_with(release.user, each)
+            self._scheduler.hints.drop_with(release.user, each, release.num_kept_tokens)
             self._kv.release(each, release.user, release.num_kept_tokens)
             self._stirred = True
         if self._snapshot is not None:

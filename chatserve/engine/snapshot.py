@@ -75,7 +75,7 @@ class Snapshot:
         self._clock = clock
         self._reader: SnapshotReader | None = None
         self._users_on_disk: frozenset[Scope] = frozenset()
-        """Whose blocks the directory may have, beside what all share."""
+        """Whose blocks the directory has, used or not, beside what all share."""
 
     # --- back ---------------------------------------------------------------------------------------------------------
 
@@ -83,6 +83,7 @@ class Snapshot:
         """Take what there is into the empty cache, without its bytes."""
         try:
             reader = SnapshotReader(self._directory)
+            self._users_on_disk = frozenset(reader.manifest.scopes) - {PUBLIC}
             try:
                 self._check(reader.manifest)
             except SnapshotError:
@@ -93,7 +94,6 @@ class Snapshot:
         except SnapshotError as error:
             _log.warning("the KV snapshot in %s is not used, because %s", self._directory, error)
             return
-        self._users_on_disk = frozenset(reader.manifest.scopes) - {PUBLIC}
         num_blocks = self._kv.unread.restore(reader.manifest)
         self._reader = reader
         total, scopes = len(reader.manifest.blocks), len(reader.manifest.scopes)

@@ -126,10 +126,10 @@ class Hints:
                 del self._hints[key]
                 self._let_go(hint, num_common)
 
-    def drop_with(self, user: UserId, token_ids: Sequence[int]) -> None:
-        """A conversation is deleted: drop what goes on from it, which would keep its KV."""
+    def drop_with(self, user: UserId, token_ids: Sequence[int], num_kept_tokens: int = 0) -> None:
+        """A conversation is deleted, all but its first tokens: drop what goes on from it, which would keep its KV."""
         for key, hint in tuple(self._hints.items()):
-            if key[0] == user and _num_common(hint, token_ids) > hint.num_shared_tokens:
+            if key[0] == user and _num_common(hint, token_ids) > max(hint.num_shared_tokens, num_kept_tokens):
                 self.drop(*key)
 
     # --- steps --------------------------------------------------------------------------------------------------------

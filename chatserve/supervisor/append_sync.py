@@ -61,17 +61,22 @@ class AppendSync:
         Raises:
             OSError: the disk did not take it; the next call tries again.
         """
-        sizes = {}
-        for path in sorted(self._directory.glob("*.aof")):
+        sizes: dict[str, int] = {}
+        failure: OSError | None = None
+        for path in self._directory.glob("*.aof"):
             try:
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
                     if self._sizes.get(path.name) != size:
                         self._flush(file.fileno())
+                    sizes[path.name] = size
             except FileNotFoundError:
                 continue  # the server has rewritten its files, and forced the new ones to the disk itself
-            sizes[path.name] = self._sizes[path.name] = size
+            except OSError as error:
+                failure = error  # the other files may be on a better part of the disk
         self._sizes = sizes
+        if failure is not None:
+            raise failure
 
     def _run(self, ending: threading.Event) -> None:
         has_failed = False

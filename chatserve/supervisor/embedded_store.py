@@ -20,7 +20,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 from urllib.parse import quote
 
 import redis
@@ -34,9 +34,6 @@ from chatserve.supervisor.left_over import command_line, wait_for_exit
 from chatserve.supervisor.paths import short_socket_path
 from chatserve.supervisor.store_advice import advise_os_error, explain_log
 from chatserve.supervisor.store_room import StoreRoom
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ANSWER_TIMEOUT_S: Final = 30.0
 """For a first answer; reading a long append-only file may then take as long as it takes."""
@@ -129,8 +126,8 @@ class EmbeddedStore:
         except (redis.RedisError, OSError):  # it is dead or stands still; the next call finds out more
             return None
 
-    def start(self, progress: Callable[[float], None] | None = None) -> None:
-        """Start the server and return when it answers. `progress` gets the loaded fraction of a long append-only file.
+    def start(self) -> None:
+        """Start the server and return when it answers, however long its append-only file takes to load.
 
         Raises:
             StartupError: one line that says what to do.
@@ -160,7 +157,7 @@ class EmbeddedStore:
             except OSError as error:
                 raise StartupError(f"the store cannot be started: {advise_os_error(error)}") from error
         try:
-            self._wait_until_ready(log_start, progress)
+            self._wait_until_ready(log_start)
         except BaseException:
             self.stop()
             raise
@@ -206,7 +203,7 @@ class EmbeddedStore:
         }
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
-    def _wait_until_ready(self, log_start: int, progress: Callable[[float], None] | None) -> None:
+    def _wait_until_ready(self, log_start: int) -> None:
         assert self._process is not None
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         with self._client() as client:
@@ -217,8 +214,6 @@ class EmbeddedStore:
                     client.ping()
                 except redis.BusyLoadingError:
                     deadline = time.monotonic() + ANSWER_TIMEOUT_S
-                    if progress is not None:
-                        progress(float(client.info("persistence").get("loading_loaded_perc", 0)) / 100)
                 except (redis.ConnectionError, redis.TimeoutError):
                     pass
                 else:

@@ -251,6 +251,16 @@ def test_a_draft_does_not_keep_the_kv_of_a_conversation_that_is_deleted(num_step
     assert cached(chat) == 0
 
 
+def test_a_draft_goes_on_from_what_is_kept_of_a_conversation() -> None:
+    """One of its branches is deleted; what is being written hangs on another."""
+    chat = Chat()
+    chat.engine.handle(hint(chat.path, DRAFT))
+    chat.engine.handle(Release(ANN, (chat.path,), chat.path.num_tokens))
+    assert len(chat.engine._scheduler.hints) == 1
+    chat.engine.handle(Release(ANN, (chat.path,), chat.path.num_tokens - 1))
+    assert len(chat.engine._scheduler.hints) == 1, "the path is forgotten"
+
+
 def test_a_turn_in_another_conversation_leaves_a_draft_alone() -> None:
     chat = Chat()
     chat.engine.handle(hint(chat.path, DRAFT))

@@ -175,6 +175,16 @@ def test_deleted_by_its_ids_it_leaves_the_disk_at_once_and_the_others_can_be_rea
     assert len(manifest_of(tmp_path).blocks) > 0
 
 
+def test_deleted_it_leaves_the_disk_also_where_the_snapshot_is_of_another_model(tmp_path: Path) -> None:
+    before = Talk(tmp_path, model="one")
+    said = before.say(prompt_of(1, 30))
+    before.end()
+    after = Talk(tmp_path, model="two")
+    assert len(manifest_of(tmp_path).blocks) > 0
+    after.engine.handle(Release(ANN, (), 0, tuple(said)))
+    assert list(tmp_path.iterdir()) == [], "the disk still holds what was deleted"
+
+
 def test_a_deletion_where_the_snapshot_cannot_be_looked_at_costs_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

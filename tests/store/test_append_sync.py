@@ -82,6 +82,19 @@ def test_what_did_not_grow_is_left_alone(tmp_path: Path, disk: Disk) -> None:
     assert disk.num_flushes == 1
 
 
+def test_one_file_that_fails_does_not_keep_the_others_from_the_disk(tmp_path: Path, disk: Disk) -> None:
+    files = [tmp_path / f"a.{number}.incr.aof" for number in range(3)]
+    for path in files:
+        path.write_bytes(b"acknowledged")
+    disk.failures_left = 1
+    sync = AppendSync(tmp_path, disk.flush)
+    with pytest.raises(OSError, match="Input/output"):
+        sync.sync()
+    assert sum(disk.has(path) for path in files) == 2
+    sync.sync()
+    assert all(disk.has(path) for path in files)
+
+
 def test_a_disk_that_fails_is_tried_again(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,23 @@ async def test_a_long_answer_is_whole_wherever_it_lies(store: RedisStore, server
     await other.close()
 
 
+async def test_a_session_whose_state_somebody_has_lost_stays_writable(
+    store: RedisStore, server: EmbeddedStore, user: UserId
+) -> None:
+    """As by an eviction, which no store should do: it costs that answer, and neither the session nor the others."""
+    damaged, whole = SessionId("damaged"), SessionId("whole")
+    for session in (damaged, whole):
+        await store.commit(create(user, session, generating("m1")))
+    assert await store.append([step(user, 0, session=session) for session in (damaged, whole)]) == [1, 1]
+    with redis.Redis.from_url(server.url) as client:
+        client.delete(*Keys(user).session(damaged, "generating"))
+    other = await open_store(server.url, event_history=4096)  # knows nothing of either, as a heir does
+    assert await other.append([step(user, 1, session=session) for session in (damaged, whole)]) == [None, 2]
+    await other.commit(change(user, damaged, events=(BranchSelected(session=damaged, leaf=None),), seq=1))
+    assert [event.seq for event in await other.events(user, damaged, 0)] == [1, 2]
+    await other.close()
+
+
 async def test_a_running_answer_takes_one_call_and_three_commands_a_session(
     store: RedisStore, server: EmbeddedStore, user: UserId
 ) -> None:

@@ -40,8 +40,11 @@ local function fold(session, generating, log, key)
   end
   local seq, first_token, num_tokens = delta_before(tail, #tail)
   local _, _, message = head_of(tail)
-  local attempt, rest = string.match(redis.call('HGET', generating, message), '^(%S+) %S+ (.*)$')
-  redis.call('HSET', generating, message, string.format('%s %.0f %s', attempt, first_token + num_tokens, rest))
+  local state = redis.call('HGET', generating, message)
+  if state then -- else a server of somebody's own has let go of it, which must not make the session unwritable
+    local attempt, rest = string.match(state, '^(%S+) %S+ (.*)$')
+    redis.call('HSET', generating, message, string.format('%s %.0f %s', attempt, first_token + num_tokens, rest))
+  end
   redis.call('XADD', log, id_of(seq), 'deltas', tail)
   redis.call('HSET', session, 'seq', string.format('%.0f', seq))
   redis.call('DEL', key)
