@@ -12,6 +12,7 @@ import pytest
 from chatserve.chat import sessions
 from chatserve.chat.store import Committed, Delta, SessionState, Transaction
 from chatserve.errors import StoreUnavailableError
+from chatserve.types import MessageId, SessionId
 from tests.chat.bad_stores import FlakyStore, GatedStore, LosesAnEnd, LossyStore
 from tests.chat.harness import ANN, Encoders, Harness, refused, view_of
 from tests.fakes.memory_store import MemoryStore
@@ -44,13 +45,29 @@ async def test_a_turn_of_uncertain_fate_is_told_though_text_before_it_is_still_u
         await harness.check()
 
 
+async def begin_writing(harness: Harness) -> tuple[SessionId, MessageId, MessageId]:
+    """A session in which a drawn answer is being written, the question, and the answer."""
+    session = await harness.create(params={"temperature": 1.0, "seed": 3, "max_tokens": 100})
+    message, reply = await harness.say(session, "on")
+    await harness.writing(session, reply, 5)
+    return session, message, reply
+
+
+async def end_undisturbed(harness: Harness, session: SessionId, message: MessageId, reply: MessageId) -> None:
+    """The answer ends with the text that it has when nothing happens."""
+    await harness.ended(session, reply)
+    again = await harness.regenerate(session, message)
+    await harness.ended(session, again)
+    assert harness.text(session, reply) == harness.text(session, again)
+    await harness.idle()
+    await harness.check()
+
+
 async def test_an_answer_goes_on_after_a_late_write_of_the_same_lease(encoders: Encoders) -> None:
     """A session that is lost and asked for again is ours under the same fence: what was on its way then still lands."""
     store = GatedStore()
     async with Harness(encoders["chatml"], store=store) as harness:
-        session = await harness.create(params={"temperature": 1.0, "seed": 3, "max_tokens": 100})
-        message, reply = await harness.say(session, "on")
-        await harness.writing(session, reply, 5)
+        session, message, reply = await begin_writing(harness)
         held = harness.service._core.sessions
         before = await held.get(ANN, session)
         store.gate_of_text = gate = asyncio.Semaphore(0)
@@ -62,20 +79,13 @@ async def test_an_answer_goes_on_after_a_late_write_of_the_same_lease(encoders: 
         assert after.fence == before.fence
         store.gate_of_text = None
         gate.release()
-        await harness.ended(session, reply)
-        again = await harness.regenerate(session, message)
-        await harness.ended(session, again)
-        assert harness.text(session, reply) == harness.text(session, again)
-        await harness.idle()
-        await harness.check()
+        await end_undisturbed(harness, session, message, reply)
 
 
 async def test_a_doubt_of_what_was_read_again_is_no_doubt_of_what_came_after_it(encoders: Encoders) -> None:
     store = MemoryStore()
     async with Harness(encoders["chatml"], store=store) as harness:
-        session = await harness.create(params={"temperature": 1.0, "seed": 3, "max_tokens": 100})
-        message, reply = await harness.say(session, "on")
-        await harness.writing(session, reply, 5)
+        session, message, reply = await begin_writing(harness)
         held = harness.service._core.sessions
         before = await held.get(ANN, session)
         held.tenure.read_again(before)
@@ -83,12 +93,7 @@ async def test_a_doubt_of_what_was_read_again_is_no_doubt_of_what_came_after_it(
         assert after.fence > before.fence
         await held.tenure.check_lease(before)
         assert held.peek(ANN, session) is after
-        await harness.ended(session, reply)
-        again = await harness.regenerate(session, message)
-        await harness.ended(session, again)
-        assert harness.text(session, reply) == harness.text(session, again)
-        await harness.idle()
-        await harness.check()
+        await end_undisturbed(harness, session, message, reply)
 
 
 async def test_text_goes_on_while_the_reply_of_an_earlier_write_is_on_its_way(encoders: Encoders) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from playwright.async_api import Browser, expect
@@ -125,32 +127,9 @@ async def test_what_was_typed_during_an_answer_is_hinted_at_its_end(tab: Tab) ->
     await until(lambda: len([frame for frame in tab.sent if frame["type"] == "typing"]) > first)
 
 
-async def test_a_refusal_for_now_is_counted_down_and_tried_again(browser: Browser, answers: Answers) -> None:
-    limits = Limits(max_generations_per_user=1)
-    async with running_server(script=answers, num_blocks=512, limits=limits) as server:
-        context = await browser.new_context()
-        tab = Tab(await context.new_page(), server)
-        await tab.open()
-        server.engine.pace.allow(3)
-        await tab.send("The first")
-        await expect(tab.page.locator(".message.generating")).to_have_count(1)
-        await tab.page.click("#new-chat")
-        await expect(tab.page.locator(".message")).to_have_count(0)
-        await tab.send("The second")
-        notice = tab.page.locator(".notice")
-        await expect(notice.locator(".notice-text")).to_contain_text("at most 1 at once")
-        await expect(notice.locator("button", has_text="Trying again in")).to_be_visible()
-        await expect(tab.page.locator(BOX)).to_have_value("The second")
-        server.engine.pace.release()
-        await expect(tab.page.locator(".bubble")).to_have_text("The second")
-        await tab.finished()
-        await expect(notice).to_have_count(0)
-        await expect(tab.page.locator(BOX)).to_have_value("")
-        tab.check()
-        await context.close()
-
-
-async def test_a_countdown_that_is_dismissed_sends_nothing(browser: Browser, answers: Answers) -> None:
+@asynccontextmanager
+async def refused_for_now(browser: Browser, answers: Answers) -> AsyncIterator[Tab]:
+    """A user who may have one answer at once has asked for "The second" while the first is being written."""
     limits = Limits(max_generations_per_user=1)
     async with running_server(script=answers, num_blocks=512, limits=limits) as server:
         context = await browser.new_context()
@@ -163,15 +142,33 @@ async def test_a_countdown_that_is_dismissed_sends_nothing(browser: Browser, ans
         await tab.page.click("#new-chat")
         await expect(tab.page.locator(".message")).to_have_count(0)
         await tab.send("The second")
+        yield tab
+        tab.check()
+        await context.close()
+
+
+async def test_a_refusal_for_now_is_counted_down_and_tried_again(browser: Browser, answers: Answers) -> None:
+    async with refused_for_now(browser, answers) as tab:
+        notice = tab.page.locator(".notice")
+        await expect(notice.locator(".notice-text")).to_contain_text("at most 1 at once")
+        await expect(notice.locator("button", has_text="Trying again in")).to_be_visible()
+        await expect(tab.page.locator(BOX)).to_have_value("The second")
+        tab.server.engine.pace.release()
+        await expect(tab.page.locator(".bubble")).to_have_text("The second")
+        await tab.finished()
+        await expect(notice).to_have_count(0)
+        await expect(tab.page.locator(BOX)).to_have_value("")
+
+
+async def test_a_countdown_that_is_dismissed_sends_nothing(browser: Browser, answers: Answers) -> None:
+    async with refused_for_now(browser, answers) as tab:
         await expect(tab.page.locator(".notice button", has_text="Trying again in")).to_be_visible()
         await tab.page.wait_for_function("() => intervals.size === 1")
         await tab.page.locator(".notice [aria-label=Dismiss]").click()
         await expect(tab.page.locator(".notice")).to_have_count(0)
         assert await tab.page.evaluate("() => intervals.size") == 0
         await expect(tab.page.locator(BOX)).to_have_value("The second")
-        server.engine.pace.release()
-        tab.check()
-        await context.close()
+        tab.server.engine.pace.release()
 
 
 async def test_enter_that_ends_a_composition_does_not_send(tab: Tab) -> None:
