@@ -2,13 +2,10 @@
 
 A *hint* is a sequence that a user's next prompt will begin with: a conversation, settled, and the draft of a message
 after it. Its KV is brought to the device and what is missing is computed, for one hint at a time, oldest first. No
-prompt and no answer waits for that: a hint has a row only in steps in which nobody else waits or computes a prompt, and
-it gives its blocks back before a request goes without. What it has computed is then in the cache, private to its user,
-and goes before anything else that is cached.
-
-Why it slows nobody beyond a bound: beside those who decode it computes at most `BESIDE_TOKENS` tokens, and that in one
-of `BESIDE_STEPS` steps; alone it computes at most a sixteenth of a step's budget, and a request that arrives waits for
-no more.
+prompt and no answer waits for that or is slowed by it: bringing KV back is the copies' business, a hint has a row only
+in steps in which nobody else has one, and it gives its blocks back before a request goes without. Such a step computes
+at most a sixteenth of its budget, and a request that arrives waits for no more. What was computed is then in the cache,
+private to its user, and goes before anything else that is cached.
 
 Owns the hints and the one request that computes for them; the scheduler says when there is room.
 """
@@ -31,11 +28,8 @@ if TYPE_CHECKING:
     from chatserve.sched.draft import Draft
     from chatserve.sched.plan import Row
 
-BESIDE_TOKENS: Final = 16
-"""Tokens that a step computes for a hint beside others' answers."""
-BESIDE_STEPS: Final = 8
-"""Of so many steps beside others' answers one computes for a hint. On a CPU it takes half as long again."""
-_ALONE_SHARE: Final = 16
+_SHARE: Final = 16
+"""A step computes this part of its budget for a hint."""
 MAX_HINTS: Final = 64
 MAX_HINTS_PER_USER: Final = 4
 _PREFIX: Final = "\0hint"
@@ -59,18 +53,15 @@ class _Hint:
 class Hints:
     """By user and key; the least recently renewed is forgotten where there are too many."""
 
-    def __init__(self, kv: KVManager, *, max_batched_tokens: int, max_rows: int, context_tokens: int) -> None:
+    def __init__(self, kv: KVManager, *, max_batched_tokens: int, context_tokens: int) -> None:
         self._kv = kv
-        self._alone_tokens = max(1, max_batched_tokens // _ALONE_SHARE)
-        self._max_rows = max_rows
+        self._step_tokens = max(1, max_batched_tokens // _SHARE)
         self._context_tokens = context_tokens
         self._hints: OrderedDict[tuple[UserId, str], _Hint] = OrderedDict()
         self._batch = Batch(kv)
         """At most one request, that of `_running`."""
         self._running: _Hint | None = None
         self._num_requests = 0
-        self._num_passed = 0
-        """Steps of others since the last one that computed for a hint beside them."""
         self.num_computed = 0
         """Tokens computed ahead since the start."""
 
@@ -135,8 +126,8 @@ class Hints:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def place(self, draft: Draft) -> None:
-        """Add a row to a step in which nobody computes a prompt, if a hint has something to compute."""
-        if draft.pressed or len(draft) >= self._max_rows:
+        """Have the next hint brought to the device, and add a row to a step in which nobody else has one."""
+        if draft.pressed:
             return
         while (hint := self._running or self._next()) is not None:
             if self._running is None and not self._admit(hint):
@@ -231,11 +222,9 @@ class Hints:
         return True
 
     def _add_row(self, draft: Draft, request: Request, hint: _Hint) -> None:
-        if len(draft) and self._num_passed < BESIDE_STEPS - 1:
-            self._num_passed += 1
+        if len(draft):
             return
-        most = BESIDE_TOKENS if len(draft) else self._alone_tokens
-        end = min(len(hint.token_ids), request.num_scheduled + min(most, draft.budget))
+        end = min(len(hint.token_ids), request.num_scheduled + min(self._step_tokens, draft.budget))
         if end == request.num_scheduled:
             return
         new_block_ids = self._batch.grow(request, end)
@@ -243,7 +232,6 @@ class Hints:
             self._finish()
         else:
             draft.add(request, end, new_block_ids)
-            self._num_passed = 0
 
     def _finish(self) -> None:
         """End the request that computes; what it has computed is cached."""

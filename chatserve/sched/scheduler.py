@@ -95,9 +95,7 @@ class Scheduler:
             max_running=self._max_running,
             min_fetched_blocks=min_fetched_blocks,
         )
-        self.hints: Final = Hints(
-            kv, max_batched_tokens=max_batched_tokens, max_rows=self._max_running, context_tokens=context_tokens
-        )
+        self.hints: Final = Hints(kv, max_batched_tokens=max_batched_tokens, context_tokens=context_tokens)
         self._booking = Booking(kv, self._live, self._batch, self._flights, self.hints, self._journal)
         self._placement = Placement(self._batch, self._queue, self._flights, self.hints)
         self._step = 0
