@@ -72,12 +72,13 @@ def test_a_process_that_dies_fails_the_test_that_ran_and_leaves_the_others(scrip
     assert lines[-1].startswith("1 passed, 1 failed, 0 skipped, 1 tests and 0 whole files not reached")
 
 
-def test_the_time_limit_ends_what_runs_and_says_what_it_left(script: ModuleType) -> None:
+def test_the_time_limit_ends_what_runs_and_says_what_it_left(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether a file was collected by then is a matter of luck, and no result of it is."""
+    monkeypatch.setattr(script, "GRACE_S", 1)
     waits = "import threading\n\ndef test_waits():\n    threading.Event().wait()\n"
-    started = time.monotonic()
     lines = run(script, {f"test_{name}.py": waits for name in "abc"}, limit_s=2.0)
-    assert time.monotonic() - started < 2 + 2 * script.GRACE_S + 40
     assert lines[-1].startswith("0 passed, 0 failed, 0 skipped, ")
     assert "not reached" in lines[-1]
     told = [line.strip() for line in lines[lines.index("Not reached:") + 1 : -2]]
