@@ -159,6 +159,25 @@ function takeSessionsChanged(state, frame) {
 }
 
 /**
+ * @param {Frame | null} welcome
+ * @returns {number | null} the longest prompt and answer together; null while the model is still loading
+ */
+export function contextTokens(welcome) {
+  return welcome?.context_tokens || null;
+}
+
+/**
+ * A server that has just started does not know the context of its model yet: what it was before holds until a later welcome says.
+ * @param {Frame} welcome
+ * @param {Frame | null} before  the last one
+ * @returns {Frame}
+ */
+function withContext(welcome, before) {
+  const known = before?.model === welcome.model ? contextTokens(before) : null;
+  return contextTokens(welcome) !== null || known === null ? welcome : { ...welcome, context_tokens: known };
+}
+
+/**
  * @param {State} state
  * @param {Frame} event  a server frame or one of the page's own
  * @returns {State}
@@ -166,7 +185,7 @@ function takeSessionsChanged(state, frame) {
 export function reduce(state, event) {
   switch (event.type) {
     case "welcome":
-      return { ...state, welcome: event, degraded: new Map(), parts: new Map(), list: { ...state.list, outdated: true, loading: false } };
+      return { ...state, welcome: withContext(event, state.welcome), degraded: new Map(), parts: new Map(), list: { ...state.list, outdated: true, loading: false } };
     case "snapshot":
       return takeSnapshotPart(state, event);
     case "sessions.changed":

@@ -4,7 +4,7 @@ import { test } from "node:test";
 import { INITIAL_STATE, reduce } from "../../../web/js/reducer.js";
 import { PARAM_RANGES, readParam, wellFormed } from "../../../web/js/protocol.js";
 import { readStop } from "../../../web/js/views/settings.js";
-import { ending, progress } from "../../../web/js/views/standing.js";
+import { contextUse, ending, progress } from "../../../web/js/views/standing.js";
 import { outline } from "../../../web/js/views/tree.js";
 
 test("a number is taken inside its range only, ends included where they are allowed", () => {
@@ -48,4 +48,9 @@ test("only a fork indents the outline", () => {
   const messages = [message("a", null), message("b", "a"), message("c", "b"), message("d", "b"), message("e", "c")];
   const state = reduce(INITIAL_STATE, { type: "snapshot", session: "s", seq: 1, title: "", leaf: "e", messages, part: 0, last: true });
   assert.deepEqual(outline(state.sessions.get("s")).map(({ id, depth }) => [id, depth]), [["a", 0], ["b", 0], ["c", 1], ["e", 1], ["d", 1]]);
+});
+
+test("how full the context is names a limit only when one is known", () => {
+  assert.equal(contextUse(261, 512), "261 of 512 tokens of context");
+  assert.equal(contextUse(261, null), "261 tokens of context");
 });

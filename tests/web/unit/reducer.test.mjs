@@ -1,7 +1,7 @@
 // The page's state follows the server's frames, and nothing else.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { INITIAL_STATE, reduce } from "../../../web/js/reducer.js";
+import { INITIAL_STATE, contextTokens, reduce } from "../../../web/js/reducer.js";
 import { Store } from "../../../web/js/store.js";
 import { activePath, siblingsOf, subtreeOf, textOf } from "../../../web/js/tree.js";
 
@@ -166,4 +166,15 @@ test("the store says when the state is a new one, and only then", () => {
   TURN.slice(1).forEach((event) => store.dispatch(event));
   assert.equal(before, TURN.length);
   assert.equal(changes, before);
+});
+
+test("a server whose model is still loading does not take away the context that was known, nor make one up", () => {
+  const welcome = (model, context_tokens) => ({ type: "welcome", model, context_tokens });
+  const known = (...frames) => contextTokens(run(...frames).welcome);
+  assert.equal(known(), null);
+  assert.equal(known(welcome("m", 0)), null);
+  assert.equal(known(welcome("m", 8192), welcome("m", 0)), 8192);
+  assert.equal(known(welcome("m", 8192), welcome("m", 0), welcome("m", 0)), 8192);
+  assert.equal(known(welcome("m", 8192), welcome("m", 0), welcome("m", 4096)), 4096);
+  assert.equal(known(welcome("m", 8192), welcome("other", 0)), null);
 });

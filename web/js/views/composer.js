@@ -8,8 +8,10 @@
  */
 
 import { readDraft, writeDraft } from "../prefs.js";
+import { contextTokens } from "../reducer.js";
 import { activePath } from "../tree.js";
-import { count, h, icon, isComposing, setAttribute } from "./dom.js";
+import { h, icon, isComposing, setAttribute } from "./dom.js";
+import { contextUse } from "./standing.js";
 
 /** @typedef {import("../reducer.js").State} State */
 
@@ -64,8 +66,7 @@ export class Composer {
     this._drawButton();
     this._drawHint(state.connection.phase);
     const used = path.findLast((message) => message.usage?.prompt_tokens !== undefined)?.usage;
-    const limit = state.welcome?.context_tokens;
-    this._drawGauge(used ? (used.prompt_tokens ?? 0) + (used.completion_tokens ?? 0) : null, typeof limit === "number" ? limit : null);
+    this._drawGauge(used ? (used.prompt_tokens ?? 0) + (used.completion_tokens ?? 0) : null, contextTokens(state.welcome));
   }
 
   /**
@@ -117,7 +118,7 @@ export class Composer {
    * @param {number | null} limit
    */
   _drawGauge(used, limit) {
-    const text = used === null || limit === null ? "" : `${count(used)} of ${count(limit)} tokens of context`;
+    const text = used === null ? "" : contextUse(used, limit);
     if (this._gauge.textContent !== text) this._gauge.textContent = text;
     this._gauge.classList.toggle("full", used !== null && limit !== null && used > 0.9 * limit);
   }

@@ -1,8 +1,8 @@
 // @ts-check
 /**
- * How a message stands, in words: what it waits for, or why it ended as it did.
+ * How things stand, in words: what a message waits for or why it ended as it did, and how full the context is.
  *
- * Pure functions of the message.
+ * Pure functions.
  */
 
 import { count } from "./dom.js";
@@ -43,4 +43,13 @@ export function progress(live) {
     default:
       return "";
   }
+}
+
+/**
+ * @param {number} used          tokens
+ * @param {number | null} limit  tokens; null while nobody knows
+ * @returns {string}
+ */
+export function contextUse(used, limit) {
+  return limit === null ? `${count(used)} tokens of context` : `${count(used)} of ${count(limit)} tokens of context`;
 }
