@@ -94,7 +94,8 @@ class RedisFeed:
             raise StoreUnavailableError("the store does not say what others write; try again in a moment") from None
 
     async def _unsubscribe(self, name: bytes) -> None:
-        if self._channels.pop(name, None) is not None:
+        if (channel := self._channels.pop(name, None)) is not None:
+            channel.confirmed.set()  # nobody wants it any more: whoever waits for it has not met a store that is away
             await self._say("UNSUBSCRIBE", name)
 
     async def _say(self, *words: bytes | str) -> None:

@@ -142,11 +142,15 @@ class Runtime:
 
     def follow_user(self, user: UserId) -> None:
         self._users.add(user)
-        self._spawn(self.health.persist(lambda: self.feed.follow_user(user)), "follow a user's list")
+        self._spawn(self.health.persist(lambda: self._follow_user(user)), "follow a user's list")
 
     def unfollow_user(self, user: UserId) -> None:
         self._users.discard(user)
         self._spawn(self._unfollow_user(user), "unfollow a user's list")
+
+    async def _follow_user(self, user: UserId) -> None:
+        if user in self._users:
+            await self.feed.follow_user(user)
 
     async def _unfollow_user(self, user: UserId) -> None:
         if user not in self._users:

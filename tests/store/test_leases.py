@@ -201,6 +201,24 @@ async def test_a_feed_that_was_cut_off_comes_back_with_all_that_it_followed(
         await through.close()
 
 
+async def test_whoever_waits_for_what_is_unfollowed_meanwhile_has_met_no_store_that_is_away(
+    server: EmbeddedStore, user: UserId, tmp_path: Path
+) -> None:
+    """As where sockets of a user come and go: one that has gone must not count as a store that does not answer."""
+    async with Proxy(server.socket_path, tmp_path / "proxy.sock") as proxy:
+        through = await open_store(proxy.url, event_history=10)
+        async with listening(through, owner()) as (feed, _):
+            await feed.follow(user, SESSION)  # it is connected
+            proxy.replies_pass.clear()
+            waiting = asyncio.ensure_future(feed.follow_user(user))
+            await asyncio.sleep(0)
+            await feed.unfollow_user(user)
+            await waiting
+            proxy.replies_pass.set()
+            await feed.follow_user(user)
+        await through.close()
+
+
 async def test_whoever_follows_again_at_once_waits_for_the_second_confirmation(
     store: RedisStore, server: EmbeddedStore, user: UserId, tmp_path: Path
 ) -> None:
