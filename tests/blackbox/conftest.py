@@ -43,6 +43,12 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     store.stop()
 
 
+@pytest.fixture(params=["valkey", "redis"])
+def store_options(request: pytest.FixtureRequest) -> dict[str, str]:
+    """For `start_server` in a test that is about what is stored: once on the packaged Valkey, once on a Redis."""
+    return {"redis_url": request.getfixturevalue("redis_url")} if request.param == "redis" else {}
+
+
 @pytest.fixture(scope="session")
 def server_on_redis(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, redis_url: str) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("on-redis") / "data"

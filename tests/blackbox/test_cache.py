@@ -121,9 +121,9 @@ async def test_swapped_out_sessions_come_back_with_the_same_text(start_server: C
 
 @pytest.mark.timeout(300)
 async def test_a_burst_of_a_thousand_one_off_chats_does_not_evict_the_shared_system_prompt(
-    start_server: Callable[..., Server],
+    start_server: Callable[..., Server], store_options: dict[str, str]
 ) -> None:
-    server = start_server(kv_cache_memory="96blocks", host_cache_memory="0blocks")
+    server = start_server(kv_cache_memory="96blocks", host_cache_memory="0blocks", **store_options)
     costs = []
 
     async def chat(client: ChatClient, n: int) -> None:

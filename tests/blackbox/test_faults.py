@@ -32,11 +32,10 @@ async def test_a_killed_engine_comes_back_and_the_answer_is_the_undisturbed_one(
     await idle(server)
 
 
-@pytest.mark.parametrize("on_redis", [False, True], ids=["valkey", "redis"])
 async def test_after_everything_was_killed_its_answer_goes_on_and_sending_works(
-    start_server: Callable[..., Server], on_redis: bool, request: pytest.FixtureRequest
+    start_server: Callable[..., Server], store_options: dict[str, str]
 ) -> None:
-    server = start_server(**({"redis_url": request.getfixturevalue("redis_url")} if on_redis else {}))
+    server = start_server(**store_options)
     async with ChatClient(server.ws_url) as client:
         session, mirror = await client.started_session(params={"temperature": 1.0, "seed": 8})
         _, done = await client.turn(session, "kept", max_tokens=5)

@@ -32,7 +32,9 @@ async def shout(client: ChatClient, session: str, text: str) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_five_thousand_connects_and_drops_leave_nothing_behind(server: Server, connect: Connect) -> None:
+@ON_EITHER_STORE
+async def test_five_thousand_connects_and_drops_leave_nothing_behind(connect: Connect) -> None:
+    server = connect.server
     web = psutil.Process(server.children()["web"])
     upgrade = (
         f"GET /ws HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"

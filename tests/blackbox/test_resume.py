@@ -90,8 +90,10 @@ async def test_a_late_joiner_starts_at_once_without_a_gap(connect: Connect) -> N
             await back.close()
 
 
-async def test_a_trimmed_history_is_answered_with_a_snapshot(start_server: Callable[..., Server]) -> None:
-    server = start_server(event_history=50)
+async def test_a_trimmed_history_is_answered_with_a_snapshot(
+    start_server: Callable[..., Server], store_options: dict[str, str]
+) -> None:
+    server = start_server(event_history=50, **store_options)
     async with ChatClient(server.ws_url) as steady:
         session, mirror = await steady.started_session()
         await steady.turn(session, "👩‍👩‍👧‍👦 talk", max_tokens=600)
@@ -109,13 +111,13 @@ async def test_a_trimmed_history_is_answered_with_a_snapshot(start_server: Calla
 
 
 async def test_resuming_another_users_session_shows_nothing_of_it(
-    start_server: Callable[..., Server], tmp_path
+    start_server: Callable[..., Server], store_options: dict[str, str], tmp_path
 ) -> None:
     from chatserve.server.auth import add_token
 
     tokens = tmp_path / "tokens"
     secrets = {user: add_token(tokens, user) for user in ("ada", "bob")}
-    server = start_server(tokens_file=tokens)
+    server = start_server(tokens_file=tokens, **store_options)
     async with ChatClient(server.ws_url, token=secrets["ada"]) as ada:
         session, mirror = await ada.started_session(title="private title", system="private system")
         message, reply = await ada.turn(session, "private text", max_tokens=5)
