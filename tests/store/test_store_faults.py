@@ -114,17 +114,20 @@ async def test_killed_connections_lose_and_double_nothing(
 
 
 async def test_connections_killed_in_mid_command_lose_and_double_nothing(
-    proxied: RedisStore, proxy: Proxy, user: UserId
+    proxied: RedisStore, store: RedisStore, proxy: Proxy, user: UserId
 ) -> None:
     await proxied.commit(create(user, "s"))
-    proxy.delay_s = 0.02
+    proxy.replies_pass.clear()
 
     async def write(i: int) -> int:
         return (await proxied.commit(select(user, "s"))).first_seq
 
     writes = [asyncio.create_task(write(i)) for i in range(20)]
-    await asyncio.sleep(0.03)  # the requests are under way, their replies held back
+    async with asyncio.timeout(20):
+        while (await store.load(user, SessionId("s"))).seq == 0:
+            pass  # no reply has come back, and some of the writes have been done
     proxy.cut()
+    proxy.replies_pass.set()
     assert sorted(await asyncio.gather(*writes)) == list(range(1, 21))
 
 
