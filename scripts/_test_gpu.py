@@ -242,8 +242,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _environment(*folders: Path) -> dict[str, str]:
-    paths = [ROOT, ROOT / "kernels", *folders]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    """This process' own, with the checkout before whatever else its PYTHONPATH names: packages may be there alone."""
+    inherited = os.environ.get("PYTHONPATH")
+    paths = [*map(str, (ROOT, ROOT / "kernels", *folders)), *([inherited] if inherited else [])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _code(code: int) -> str:

@@ -131,3 +131,14 @@ def test_kernels_that_do_not_compile_are_a_failure(script: ModuleType, monkeypat
     monkeypatch.setattr(script, "compile_kernels", lambda *_: False)
     (script.ROOT / "test_a.py").write_text("def test_good(): pass\n")
     assert script.main(["test_a.py"]) == 1
+
+
+def test_packages_that_only_pythonpath_names_are_found(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "found_by_pythonpath.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(elsewhere))
+    lines = run(script, {"test_a.py": "import found_by_pythonpath\n\ndef test_good(): pass\n"})
+    assert lines[-1].startswith("1 passed, 0 failed")
