@@ -97,8 +97,9 @@ class Answer:
 class Driver:
     """Submits requests to an engine, and notes when their tokens come."""
 
-    def __init__(self, client: EngineClient, vocab_size: int) -> None:
+    def __init__(self, client: EngineClient, vocab_size: int, process: EngineProcess) -> None:
         self.client = client
+        self.process = process
         self.vocab_size = vocab_size
         self._answers: dict[RequestId, Answer] = {}
         self._count = itertools.count()
@@ -209,6 +210,10 @@ class EngineProcess:
             self._process.terminate()
         await self._process.wait()
 
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
 
 def _settings(shape: str, directory: Path, fields: dict[str, Any]) -> EngineSettings:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -229,13 +234,13 @@ async def starting_engine(
     """An engine with random weights of a shape in `SHAPES`, and how to wait for a driver of it; `fields` of
     `EngineSettings`."""
     settings = _settings(shape, directory, fields)
-    async with EngineProcess(settings, directory, module):
+    async with EngineProcess(settings, directory, module) as process:
         client = EngineClient(settings.socket_path)
         drivers: list[Driver] = []
 
         async def drive() -> Driver:
             await client.connect(timeout_s=180)
-            drivers.append(Driver(client, SHAPES[shape]["vocab_size"]))
+            drivers.append(Driver(client, SHAPES[shape]["vocab_size"], process))
             return drivers[-1]
 
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,18 @@ DECODE_ROWS = (
 """(batch, context)"""
 SHARED_ROWS = ((64, 2048, 256), (256, 2048, 256), (256, 8192, 256))
 """(batch, shared, own)"""
-SECTIONS = ("decode", "shared", "sampling", "prefill", "mixed", "trace", "turn")
+SAMPLING = (256, 1024)
+SECTIONS = ("turn", "decode", "shared", "sampling", "prefill", "mixed", "trace")
 """Each is a method of `Bench`."""
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
-_STEPS = 64
+STEPS = 64
+PREFILL = (16, 4096)
+"""(batch, context)"""
+ALONE = 8192
+"""Tokens of a cold prompt that is alone, of one that comes between others' tokens, and of a history."""
+MIXED = (64, 1024)
+"""(batch, context) of those who decode meanwhile"""
+_MIXED_S = 4
 _TURN = 64
 _RESIDENT_TURNS = 5
 
@@ -42,6 +51,24 @@ def between_tokens_ms(answers: Sequence[Answer]) -> list[float]:
 def percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def work(repeats: int, scale: float) -> dict[str, Any]:
+    """The same in numbers, for `_vllm`."""
+
+    def sized(*counts: int) -> tuple[int, ...]:
+        return tuple(max(1, int(count * scale)) for count in counts)
+
+    return {
+        "repeats": repeats,
+        "steps": STEPS,
+        "decode": [sized(*row) for row in DECODE_ROWS],
+        "shared": [sized(*row) for row in SHARED_ROWS],
+        "sampling": sized(*SAMPLING),
+        "prefill": (sized(*PREFILL), *sized(ALONE)),
+        "mixed": (*sized(*MIXED, ALONE), _MIXED_S),
+        "turn": (*sized(ALONE), _TURN),
+    }
 
 
 class Bench:
@@ -68,8 +95,8 @@ class Bench:
         kept = {} if sampling is None else {"sampling": sampling}
         await self._driver.generate(prompts, 1, **kept)
         first = min([(await self._driver.generate(prompts, 1, **kept))[0] for _ in range(self._repeats)])
-        all_s = min([(await self._driver.generate(prompts, 1 + _STEPS, **kept))[0] for _ in range(self._repeats)])
-        return (all_s - first) / _STEPS * 1e3
+        all_s = min([(await self._driver.generate(prompts, 1 + STEPS, **kept))[0] for _ in range(self._repeats)])
+        return (all_s - first) / STEPS * 1e3
 
     async def decode(self) -> list[dict[str, Any]]:
         """Rows of unshared prompts."""
@@ -94,7 +121,7 @@ class Bench:
 
     async def sampling(self) -> dict[str, float]:
         """What drawing costs over taking the best."""
-        prompts = self._some(self._sized(256), self._sized(1024))
+        prompts = self._some(*map(self._sized, SAMPLING))
         greedy, drawn = await self._step_ms(prompts), await self._step_ms(prompts, DRAWN)
         print(
             f"  {len(prompts)} rows: greedy {greedy:.3f} ms, drawn {drawn:.3f} ms, {100 * (drawn / greedy - 1):+.1f} %"
@@ -103,28 +130,27 @@ class Bench:
 
     async def prefill(self) -> dict[str, float]:
         """Cold prompts in a batch, and one alone."""
-        batch, length = self._sized(16), self._sized(4096)
+        batch, length = map(self._sized, PREFILL)
+        alone_length = self._sized(ALONE)
         rates = []
         for _ in range(self._repeats):
             seconds, _ = await self._driver.generate([self._driver.tokens(length) for _ in range(batch)], 1)
             rates.append(batch * length / seconds)
         alone = []
         for _ in range(self._repeats):
-            _, answers = await self._driver.generate([self._driver.tokens(self._sized(8192))], 1)
+            _, answers = await self._driver.generate([self._driver.tokens(alone_length)], 1)
             alone.append(answers[0].first_token_ms)
-        print(
-            f"  {batch} x {length:,} cold: {max(rates):,.0f} tokens/s; {self._sized(8192):,} alone: {min(alone):.1f} ms"
-        )
+        print(f"  {batch} x {length:,} cold: {max(rates):,.0f} tokens/s; {alone_length:,} alone: {min(alone):.1f} ms")
         return {"tokens_s": max(rates), "cold_8192_ms": min(alone)}
 
     async def mixed(self) -> dict[str, float]:
         """64 sessions decode, and a new prompt of 8,192 tokens comes every second."""
-        batch, context, length = self._sized(64), self._sized(1024), self._sized(8192)
+        batch, context, length = map(self._sized, (*MIXED, ALONE))
         prompts = self._some(batch, context)
         await self._driver.generate(prompts, 1)
-        _, alone = await self._driver.generate(prompts, 1 + 2 * _STEPS)
+        _, alone = await self._driver.generate(prompts, 1 + 2 * STEPS)
         unmixed = statistics.median(between_tokens_ms(alone))
-        seconds = 4
+        seconds = _MIXED_S
         running = [self._driver.submit(prompt, int(seconds * 1e3 / unmixed * 0.8)) for prompt in prompts]
         for answer in running:
             await answer.begun.wait()
@@ -157,15 +183,26 @@ class Bench:
         return result
 
     async def trace(self) -> None:
-        """Steps for the engine's own trace."""
-        for batch in (1, 64, 256):
-            prompts = self._some(self._sized(batch), self._sized(1024))
+        """Steps for the engine's own trace, which it writes as it records them."""
+        self._driver.process.signal(signal.SIGUSR1)
+        batches = [self._some(self._sized(batch), self._sized(1024)) for batch in (1, 64, 256)]
+        batch, shared, own = map(self._sized, SHARED_ROWS[1])
+        prefix = self._driver.tokens(shared)
+        batches.append([prefix + self._driver.tokens(own) for _ in range(batch)])
+        for prompts in batches:
             await self._driver.generate(prompts, 1)
-            await self._driver.generate(prompts, 64)
+            await self._driver.generate(prompts, STEPS)
+        await self._driver.generate(
+            [self._driver.tokens(self._sized(PREFILL[1])) for _ in range(self._sized(PREFILL[0]))], 1
+        )
+        running = [self._driver.submit(prompt, 2 * STEPS) for prompt in batches[1]]
+        for answer in running:
+            await answer.begun.wait()
+        await self._driver.finish([self._driver.submit(self._driver.tokens(self._sized(ALONE)), 1), *running])
 
     async def turn(self) -> dict[str, Any]:
         """First token of a next turn, by where the history's KV is. The engine must have room for four histories."""
-        length, new = self._sized(8192), _TURN
+        length, new = self._sized(ALONE), _TURN
         driver = self._driver
         cold, paths = [], []
         for _ in range(10):

@@ -2,7 +2,8 @@
 
 What is measured, and how, is what a script around another server would measure from outside: a decode step is the time
 that 64 more tokens of every request take, prompts cached; a first token is timed from the submission to the token at
-the client. `turn` has an engine of its own, whose pool holds four of ten histories, and `trace` one that records steps.
+the client. `turn` has an engine of its own, whose pool holds four of ten histories. With `--rival-python` vLLM is
+measured after it, in the same run, by its own client.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chatserve.bench import _rival
 from chatserve.bench._compile_ahead import compile_ahead
 from chatserve.bench._engine_process import SHAPES, Driver, starting_engine
-from chatserve.bench._gpu_sections import SECTIONS, Bench
+from chatserve.bench._gpu_sections import SECTIONS, Bench, work
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -29,7 +31,8 @@ TRACE_NAME = "trace.json"
 async def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """All sections that were asked for. Engines start side by side and are measured one after the other."""
     results: dict[str, Any] = {"shape": options.shape}
-    sections: list[str] = options.sections.split(",")
+    # Once steps have been recorded, launches cost more.
+    sections: list[str] = sorted(options.sections.split(","), key=lambda section: section == "trace")
     if options.device == "cuda":
         start = time.perf_counter()
         await compile_ahead(options.shape, directory)
@@ -47,32 +50,30 @@ async def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
     wanted = _engines(options, sections)
     # Starts take longer than measurements, so engines that fit a GPU together start together.
-    for group in (("turn", "main"), ("trace",)):
-        async with AsyncExitStack() as engines:
-            begun = time.perf_counter()
-            drives = [
-                (
-                    name,
-                    await engines.enter_async_context(starting_engine(options.shape, directory / name, **wanted[name])),
-                )
-                for name in group
-                if name in wanted
-            ]
-            drivers = [(name, await drive()) for name, drive in drives]
-            if drivers:
-                print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
-            for name, driver in drivers:
-                mine = [section for section in sections if _engine_of(section) == name]
-                await measure(driver, mine)
-    found = directory / "trace" / TRACE_NAME
+    async with AsyncExitStack() as engines:
+        begun = time.perf_counter()
+        drives = [
+            (name, await engines.enter_async_context(starting_engine(options.shape, directory / name, **settings)))
+            for name, settings in wanted.items()
+        ]
+        drivers = [(name, await drive()) for name, drive in drives]
+        print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
+        for name, driver in drivers:
+            await measure(driver, [section for section in sections if _engine_of(section) == name])
+    found = directory / "main" / TRACE_NAME
     if found.is_file():
         results["trace"] = json.loads(found.read_text())
         _print_trace(results["trace"])
+    if options.rival_python is not None:
+        asked = work(options.repeats, options.scale)
+        theirs = await _rival.measure(options.rival_python, options.shape, asked, sections, directory)
+        print(f"  {'':34} {'ours':>10} {'vLLM':>10} {'ratio':>7}", *_rival.comparison(results, theirs), sep="\n")
+        results["vllm"] = theirs
     return results
 
 
 def _engine_of(section: str) -> str:
-    return section if section in {"turn", "trace"} else "main"
+    return "turn" if section == "turn" else "main"
 
 
 def _engines(options: argparse.Namespace, sections: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -92,15 +93,18 @@ def _engines(options: argparse.Namespace, sections: Sequence[str]) -> dict[str, 
             "max_running": 32,
             "context_tokens": 16384,
         },
-        "main": wide,
-        "trace": {**wide, "module": "chatserve.bench._traced_engine"},
+        "main": {**wide, "module": "chatserve.bench._traced_engine"} if "trace" in sections else wide,
     }
     return {name: settings[name] for name in map(_engine_of, sections)}
 
 
 def _print_trace(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        print(f"trace of {report['rows']} rows: the device idle {100 * report['idle']:.1f} % of the time")
+        print(
+            f"trace of {report['steps']} steps, {report['kind']}, {report['rows']} rows that decode, "
+            f"{report['tokens']} tokens: {report['step_ms']:.2f} ms a step, "
+            f"the device idle {100 * report['idle']:.1f} % of the time"
+        )
         for kernel in report["kernels"]:
             print(f"  {kernel['us']:9.1f} us in {kernel['count']:6.1f}  {kernel['name'][:100]}")
 
@@ -119,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="as of `serve`, for all sections but `turn`; by default what the largest row of `decode` needs",
     )
     parser.add_argument("--host-cache-memory", default="16G", help="of the section `turn`")
+    parser.add_argument(
+        "--rival-python", type=Path, metavar="PATH", help="a Python that has vLLM, which is measured afterwards"
+    )
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args(argv)
     unknown = set(options.sections.split(",")) - set(SECTIONS)

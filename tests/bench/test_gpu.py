@@ -49,3 +49,20 @@ def test_sections_run_through_an_engine_of_their_own(tmp_path: Path) -> None:
     assert min(figures["turn"]["all"]["host"]) > 0
     assert set(figures["turn"]["resident_parts_ms"]) == {"scheduling", "launching", "waiting"}
     assert figures["turn"]["resident_parts_ms"]["launching"] > 0
+
+
+def test_a_trace_has_a_report_of_each_kind_of_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "figures.json"
+    main(
+        [
+            *("--device", "cpu", "--shape", "tiny", "--scale", "0.04", "--sections", "trace", "--repeats", "1"),
+            *("--kv-cache-memory", "1000blocks", "--json", str(target)),
+        ]
+    )
+    reports = json.loads(target.read_text())["trace"]
+    assert {"decode"} <= {report["kind"] for report in reports} <= {"decode", "mixed", "prefill"}
+    assert len({report["rows"] for report in reports if report["kind"] == "decode"}) == 3
+    for report in reports:
+        assert 0 <= report["idle"] < 1
+        assert report["kernels"][0]["us"] > 0
+    assert "ms a step, the device idle" in capfd.readouterr().out
