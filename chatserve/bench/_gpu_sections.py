@@ -128,20 +128,22 @@ class Bench:
         )
         return {"greedy_ms": greedy, "drawn_ms": drawn}
 
-    async def prefill(self) -> dict[str, float]:
+    async def prefill(self) -> dict[str, Any]:
         """Cold prompts in a batch, and one alone."""
         batch, length = map(self._sized, PREFILL)
         alone_length = self._sized(ALONE)
-        rates = []
+        rates, firsts = [], []
         for _ in range(self._repeats):
-            seconds, _ = await self._driver.generate([self._driver.tokens(length) for _ in range(batch)], 1)
+            seconds, answers = await self._driver.generate([self._driver.tokens(length) for _ in range(batch)], 1)
             rates.append(batch * length / seconds)
+            firsts.append(sorted(answer.first_token_ms for answer in answers))
         alone = []
         for _ in range(self._repeats):
             _, answers = await self._driver.generate([self._driver.tokens(alone_length)], 1)
             alone.append(answers[0].first_token_ms)
         print(f"  {batch} x {length:,} cold: {max(rates):,.0f} tokens/s; {alone_length:,} alone: {min(alone):.1f} ms")
-        return {"tokens_s": max(rates), "cold_8192_ms": min(alone)}
+        print("  each prompt's token after " + ", ".join(f"{ms:.0f}" for ms in firsts[-1]) + " ms")
+        return {"tokens_s": max(rates), "cold_8192_ms": min(alone), "first_tokens_ms": firsts}
 
     async def mixed(self) -> dict[str, float]:
         """64 sessions decode, and a new prompt of 8,192 tokens comes every second."""

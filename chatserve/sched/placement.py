@@ -17,15 +17,27 @@ if TYPE_CHECKING:
     from chatserve.sched.queue import WaitingQueue
     from chatserve.sched.request import Request
 
-MIN_CHUNK_TOKENS: Final = 160
-"""Tokens of prompts that a step takes beside rows that decode, if there are so many. A GPU that decodes for a few dozen
-sessions waits for its weights, so these cost it less than half a step more; and with fewer, a prompt of 8,192 tokens
-would be part of most steps of the second that follows."""
+CHUNK_TOKENS: Final = 256
+"""Tokens of a prompt's beginning that a step takes beside rows that decode, if there are so many. A GPU that decodes
+for a few dozen sessions waits for its weights, so these cost it less than half a step more; and with fewer, a prompt of
+8,192 tokens would be part of most steps of the second that follows."""
+CHUNK_POSITION: Final = 12_288
+"""A token there costs twice what the first one does, since it attends to all before it. Chunks shrink accordingly, so
+that whoever decodes beside a long prompt waits equally long for each token."""
+CHUNK_UNIT: Final = 64
+"""Chunks are multiples of this, as a GPU's matrix products are made of tiles: beside 64 rows that decode, 128 tokens
+cost 160 us a layer of 8B, 160 cost 188 and 192 cost 180 (H200)."""
 DECODE_WEIGHT: Final = 4
 """Of a step's budget prompts get their share by heads, where one that decodes counts as so many that wait: a session
 that waits for its next token has been promised a steady flow of them."""
 CHUNK_STEPS: Final = 192
 """Whatever waits is computed in about so many steps at most."""
+
+
+def level_chunk_tokens(position: int) -> int:
+    """Tokens from `position` on that take about as long as `CHUNK_TOKENS` from a prompt's beginning on."""
+    tokens = CHUNK_TOKENS * CHUNK_POSITION // (CHUNK_POSITION + position)
+    return max(CHUNK_UNIT, tokens - tokens % CHUNK_UNIT)
 
 
 class Placement:
@@ -73,7 +85,8 @@ class Placement:
         num_waiting = len(prefilling) + len(self._queue)
         share = draft.budget * num_waiting // (num_waiting + DECODE_WEIGHT * len(draft))
         backlog = self._queue.num_tokens + sum([len(r.token_ids) - r.num_scheduled for r in prefilling])
-        return max(MIN_CHUNK_TOKENS, share, backlog // CHUNK_STEPS)
+        position = prefilling[0].num_scheduled if prefilling else 0
+        return max(level_chunk_tokens(position), share, backlog // CHUNK_STEPS)
 
     def _place(self, draft: Draft, request: Request) -> None:
         """Give a running request its row, preempting newer ones for the blocks, or leave it out of this step."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chatserve.errors import ContextOverflowError, OverloadedError
 from chatserve.sched.outcome import Outcome
-from chatserve.sched.placement import CHUNK_STEPS, MIN_CHUNK_TOKENS
+from chatserve.sched.placement import CHUNK_STEPS, CHUNK_TOKENS, CHUNK_UNIT, level_chunk_tokens
 from chatserve.sched.plan import StepPlan, StepResult
 from chatserve.sched.scheduler import Scheduler
 from chatserve.types import RequestId, SamplingParams, UserId
@@ -120,10 +120,19 @@ def test_a_long_prompt_beside_others_takes_a_little_of_many_steps_and_all_of_one
     while "long" not in loop.ended:
         chunks.append(rows(loop.step())["long"])
         assert len(loop.plans[-1].rows) == 41
-    assert chunks == [MIN_CHUNK_TOKENS] * (8192 // MIN_CHUNK_TOKENS) + [8192 % MIN_CHUNK_TOKENS]
+    assert sum(chunks) == 8192
+    assert chunks[0] == CHUNK_TOKENS
+    assert chunks[:-1] == sorted(chunks[:-1], reverse=True), "what attends to more is more work"
+    assert chunks[-2] < CHUNK_TOKENS
+    assert all(chunk % CHUNK_UNIT == 0 for chunk in chunks[:-1])
     loop.run()
     loop.submit("alone", 8192, max_tokens=1)
     assert rows(loop.step()) == {"alone": 8192}
+
+
+@pytest.mark.parametrize("position", [0, 1, 4_096, 100_000, 10**9])
+def test_a_chunk_has_tokens_wherever_it_begins(position: int) -> None:
+    assert CHUNK_UNIT <= level_chunk_tokens(position) <= CHUNK_TOKENS
 
 
 def test_the_more_prompts_are_waiting_the_less_they_wait_for_those_who_decode() -> None:
