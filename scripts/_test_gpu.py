@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PARTS = ("tests/kernels", "tests/model", "tests/test_equality.py")
 TEST_TIMEOUT_S = 600
 """Of one test: several files compile kernels at once."""
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZER_EXIT_CODE = 97
 GRACE_S = 20
 """How long a process that was interrupted may take to end."""
 
@@ -64,7 +66,7 @@ class FileResult:
 class Running:
     """A pytest process for one file."""
 
-    def __init__(self, path: str, options: list[str], folder: Path) -> None:
+    def __init__(self, path: str, options: list[str], folder: Path, sanitizer: str | None) -> None:
         self.path = path
         self._report = folder / f"{path.replace('/', '_')}.jsonl"
         self._output = self._report.with_suffix(".txt")
@@ -72,6 +74,10 @@ class Running:
         command = [sys.executable, "-m", "pytest", path, "-n", "0", "--tb", "short", "-p", "_test_gpu_report"]
         command += ["-p", "no:cacheprovider", "-o", f"timeout={TEST_TIMEOUT_S}", *options]
         environment = _environment(ROOT / "scripts") | {"TEST_GPU_REPORT": str(self._report)}
+        if sanitizer is not None:
+            command = [*_sanitize(sanitizer), *command]
+            # Each tensor is an allocation of its own then, so that what lies past its end is nobody's.
+            environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
                 command,
@@ -109,14 +115,18 @@ class Running:
         where = begun[-1] if begun else self.path
         found.outcomes[where] = "failed"
         found.lines[where] = [
-            *self._output.read_text(errors="replace").splitlines()[-8:],
+            *_last_lines(self._output.read_text(errors="replace")),
             f"the process ended with {_code(self.process.returncode)}",
         ]
         return found
 
 
 def run_files(
-    paths: list[str], options: list[str], num_processes: int, deadline: float | None
+    paths: list[str],
+    options: list[str],
+    num_processes: int,
+    deadline: float | None,
+    sanitizer: str | None = None,
 ) -> Iterator[tuple[FileResult, bool]]:
     """Each file's result as it ends, and whether the deadline (of `time.monotonic`) ended it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +145,7 @@ def run_files(
                     yield from ((FileResult(path), True) for path in waiting)
                     return
                 while waiting and len(running) < num_processes:
-                    running.append(Running(waiting.pop(0), options, Path(folder)))
+                    running.append(Running(waiting.pop(0), options, Path(folder), sanitizer))
                 time.sleep(0.05)
         finally:
             for each in running:
@@ -213,6 +223,11 @@ def main(arguments: list[str]) -> int:
         "--cover", choices=["values", "pairs", "triples"], default="pairs", help="what is compiled first"
     )
     parser.add_argument("--compile-processes", type=int, default=cores, help="(%(default)s)")
+    parser.add_argument(
+        "--sanitizer",
+        choices=SANITIZERS,
+        help="run the tests under NVIDIA's compute-sanitizer, which is slow: choose few, and none that capture graphs",
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave compilation to whoever launches first")
     chosen = parser.parse_args(arguments)
     started = time.monotonic()
@@ -232,7 +247,7 @@ def main(arguments: list[str]) -> int:
     options = ["-k", chosen.k] if chosen.k else []
     options += ["-m", "gpu"] if chosen.only_gpu else []
     results = []
-    for result, _ in run_files(files, options, chosen.processes, deadline):
+    for result, _ in run_files(files, options, chosen.processes, deadline, chosen.sanitizer):
         results.append(result)
         print(result.line(), flush=True)
     print("\n".join(summary(results, time.monotonic() - started)))
@@ -246,6 +261,18 @@ def _environment(*folders: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     paths = [*map(str, (ROOT, ROOT / "kernels", *folders)), *([inherited] if inherited else [])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _sanitize(tool: str) -> list[str]:
+    code = str(SANITIZER_EXIT_CODE)
+    return ["compute-sanitizer", "--tool", tool, "--target-processes", "all", "--error-exitcode", code]
+
+
+def _last_lines(output: str) -> list[str]:
+    """Of a process that ended badly: a sanitizer's report from its beginning, or what was said at last."""
+    lines = output.splitlines()
+    reported = [line for line in lines if line.startswith("========= ") and not line.endswith("=")]
+    return [*reported[:24], *reported[-1:]] if reported else lines[-8:]
 
 
 def _code(code: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -142,3 +143,23 @@ def test_packages_that_only_pythonpath_names_are_found(
     monkeypatch.setenv("PYTHONPATH", str(elsewhere))
     lines = run(script, {"test_a.py": "import found_by_pythonpath\n\ndef test_good(): pass\n"})
     assert lines[-1].startswith("1 passed, 0 failed")
+
+
+def test_what_a_sanitizer_finds_is_a_failure_with_its_report(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "bin" / "compute-sanitizer"
+    stand_in.parent.mkdir()
+    stand_in.write_text(
+        "#!/bin/sh\n[ $2 = memcheck ] || exit 3\nshift 6\n"
+        'echo "========= Invalid __global__ read of size 4 bytes"\n"$@"\nexit 97\n'
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}")
+    code = "import os\n\ndef test_good(): assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n"
+    (tmp_path / "test_a.py").write_text(code)
+    results = [result for result, _ in script.run_files(["test_a.py"], [], 1, None, "memcheck")]
+    said = "\n".join(script.summary(results, 1.0))
+    assert "1 passed, 1 failed" in said
+    assert "Invalid __global__ read" in said
+    assert f"exit code {script.SANITIZER_EXIT_CODE}" in said
