@@ -7,7 +7,7 @@ outside this module and the strides it gives out knows the layout. Must not know
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from chatserve.model.device_copies import DeviceCopies
+    from chatserve.model.fork_copies import ForkCopies
     from chatserve.model.shapes import KVShape
     from chatserve.sched.plan import Transfers
+
+_FORK_UNIT: Final = 8
+"""Bytes that a GPU copies at a time where a conversation forks within a block."""
 
 
 class KVStorage:
@@ -59,6 +63,11 @@ class KVStorage:
         block = (shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self.device_pool = torch.empty((num_blocks, *block), dtype=dtype, device=device)
         self._copies: DeviceCopies | None = None
+        self._forks: ForkCopies | None = None
+        if device.type == "cuda" and shape.head_dim * dtype.itemsize % _FORK_UNIT == 0:
+            from chatserve.model.fork_copies import ForkCopies  # noqa: PLC0415 - imports triton
+
+            self._forks = ForkCopies(self.device_pool)
         if device.type == "cuda" and num_host_blocks:
             from chatserve_kernels.host_pool import HostPool  # noqa: PLC0415 - a CPU needs no CUDA runtime
 
@@ -98,6 +107,9 @@ class KVStorage:
                 ends.append(self._copies.into(transfers.swap_in, after=ends))
             for end in ends:
                 torch.cuda.current_stream(self.device_pool.device).wait_event(end)
+        if self._forks is not None:
+            self._forks.make(transfers.copies)
+            return
         for copy in transfers.copies:
             kept = slice(0, copy.num_tokens)
             self.device_pool[copy.dst, :, :, :, kept].copy_(self.device_pool[copy.src, :, :, :, kept])

@@ -3,7 +3,7 @@
     add_rms_norm     r' = r + x;  y = w * r' / sqrt(mean(r'^2) + eps)      (Zhang & Sennrich 2019)
     silu_mul         y = g * sigmoid(g) * u                                (Shazeer 2020, SwiGLU)
     rope_store_kv    rotates queries and keys and stores keys and values (see `rope`)
-    copy_blocks      whole blocks of a pool, for copy-on-write
+    copy_blocks      the first tokens of blocks of a pool, for copy-on-write
 
 The first three wait for the kernel before them by themselves and let the one after them begin (`early_launch`), so
 that launches in a row overlap their prologues.
@@ -132,35 +132,51 @@ def copy_blocks_kernel(
     pool,  # int64 words [num_blocks, WORDS]
     sources,  # int64 [num_copies]
     targets,  # int64 [num_copies]; -1: padding
+    num_tokens,  # int64 [num_copies]
     block_stride,
     WORDS: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
 ):
     target = tl.load(targets + tl.program_id(0))
     if target >= 0:
         source = tl.load(sources + tl.program_id(0))
+        kept = tl.load(num_tokens + tl.program_id(0))
         words = tl.program_id(1) * N + tl.arange(0, N)
-        mask = words < WORDS
+        mask = (words < WORDS) & ((words // TOKEN_WORDS) % BLOCK_SIZE < kept)
         data = tl.load(pool + source * block_stride + words, mask=mask)
         tl.store(pool + target * block_stride + words, data, mask=mask)
 
 
-def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy block `sources[i]` of `pool` [num_blocks, ...] over block `targets[i]`, if that is not -1.
+def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """Copy the first `num_tokens[i]` tokens of block `sources[i]` of `pool` over block `targets[i]`, if that is not -1.
 
-    Both int64 [num_copies], on the pool's device; no target may be a source or another's target. Blocks are contiguous
-    and of a multiple of 8 bytes.
+    `pool` [num_blocks, ..., block_size, head_dim]; the others int64 [num_copies], on its device; no target may be a
+    source or another's target. Blocks are contiguous, and a token's share of a head is a multiple of 8 bytes.
     """
-    if not pool.is_contiguous() or pool[0].nbytes % 8:
-        raise ValueError("expected a contiguous pool of blocks of a multiple of 8 bytes")
-    if sources.shape != targets.shape or any(ids.dtype != torch.int64 for ids in (sources, targets)):
-        got = f"{sources.dtype} {list(sources.shape)} and {targets.dtype} {list(targets.shape)}"
-        raise ValueError(f"expected as many int64 targets as sources, got {got}")
+    if pool.ndim < 3 or not pool.is_contiguous() or pool.shape[-1] * pool.itemsize % 8:
+        raise ValueError("expected a contiguous pool of blocks whose rows are a multiple of 8 bytes")
+    if len({ids.shape for ids in (sources, targets, num_tokens)}) > 1 or any(
+        ids.dtype != torch.int64 for ids in (sources, targets, num_tokens)
+    ):
+        got = ", ".join(f"{ids.dtype} {list(ids.shape)}" for ids in (sources, targets, num_tokens))
+        raise ValueError(f"expected as many int64 targets and counts as sources, got {got}")
+    block_size, head_dim = pool.shape[-2:]
     words = pool.view(len(pool), -1).view(torch.int64)
     if len(sources):
         size = min(4096, triton.next_power_of_2(words.shape[1]))
         copy_blocks_kernel[(len(sources), triton.cdiv(words.shape[1], size))](
-            words, sources, targets, words.stride(0), WORDS=words.shape[1], N=size, num_warps=8
+            words,
+            sources,
+            targets,
+            num_tokens,
+            words.stride(0),
+            WORDS=words.shape[1],
+            TOKEN_WORDS=head_dim * pool.itemsize // 8,
+            BLOCK_SIZE=block_size,
+            N=size,
+            num_warps=8,
         )
 
 

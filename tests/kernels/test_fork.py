@@ -41,7 +41,7 @@ def test_both_sides_of_a_fork_read_what_an_unforked_run_would(shared):
     store_kv(history[:, 0], history[:, 1], keys, values, torch.tensor(slots, device=DEVICE))
     tables = np.array([[*blocks, 2, 9], [*blocks[:full], 13, 1, 8]], dtype=np.int32)
     late()
-    copy_blocks(pool, torch.tensor([blocks[full]], device=DEVICE), torch.tensor([13], device=DEVICE))
+    copy_blocks(pool, *(torch.tensor([number], device=DEVICE) for number in (blocks[full], 13, partial)))
     assert partial, "the fork is inside a block"
 
     planner = make_planner(

@@ -50,12 +50,15 @@ def test_silu_of_large_gates_is_the_gate_or_zero():
     assert_close(silu_mul(gate_up), torch.tensor([[80.0, 0.0]], device=DEVICE).double())
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("block_size", [1, 16, 24])
 def test_block_copies(block_size):
     pool = randn(9, 2, 2, 3, block_size, 20, dtype=torch.bfloat16)
     expected = pool.clone()
-    expected[[7, 0]] = pool[[2, 8]]
-    copy_blocks(pool, torch.tensor([2, 1, 8], device=DEVICE), torch.tensor([7, -1, 0], device=DEVICE))
+    kept = min(block_size, 5)
+    expected[7] = pool[2]
+    expected[0, ..., :kept, :] = pool[8, ..., :kept, :]
+    numbers = [[2, 1, 8], [7, -1, 0], [block_size, block_size, kept]]
+    copy_blocks(pool, *torch.tensor(numbers, device=DEVICE))
     assert torch.equal(pool, expected)
 
 
@@ -63,7 +66,7 @@ def test_wrong_layouts_are_refused():
     with pytest.raises(ValueError, match="stride of 1"):
         silu_mul(randn(4, 8).T)
     with pytest.raises(ValueError, match="contiguous pool"):
-        copy_blocks(randn(4, 8).T, torch.tensor([0]), torch.tensor([1]))
+        copy_blocks(randn(4, 8, 2).mT, torch.tensor([0]), torch.tensor([1]), torch.tensor([1]))
     for targets in (torch.tensor([1, 2]), torch.tensor([1], dtype=torch.int32)):
-        with pytest.raises(ValueError, match="as many int64 targets as sources"):
-            copy_blocks(randn(4, 8), torch.tensor([0]), targets)
+        with pytest.raises(ValueError, match="as many int64 targets and counts as sources"):
+            copy_blocks(randn(4, 8, 2), torch.tensor([0]), targets, torch.tensor([1]))

@@ -136,8 +136,10 @@ def change_tables(*, num_updates: int) -> None:
     update_tables(torch.empty(4, 16, dtype=torch.int32, device=CUDA), _int64(num_updates), _int64(num_updates))
 
 
-def copies(*, words: int) -> None:
-    copy_blocks(torch.empty(4, words, dtype=torch.int64, device=CUDA), _int64(3), _int64(3))
+def copies(*, rows: int, block_size: int, head_bytes: int) -> None:
+    """`rows`: layers x 2 x heads."""
+    pool = torch.empty(4, rows, block_size, head_bytes // 8, dtype=torch.int64, device=CUDA)
+    copy_blocks(pool, _int64(3), _int64(3), _int64(3))
 
 
 def norm(*, dtype: str, width: int) -> None:

@@ -135,7 +135,9 @@ def families() -> Iterator[Family]:
         },
     )
     yield Family("block tables", calls.change_tables, {"num_updates": (1024, 1, 100)})
-    yield Family("block copies", calls.copies, {"words": (2**18, 46_080, 1)})
+    yield Family(
+        "block copies", calls.copies, {"rows": (512, 180, 1), "block_size": (16, 24, 1), "head_bytes": (256, 160, 8)}
+    )
     yield Family("add + RMSNorm", calls.norm, {"dtype": floats, "width": (4096, 576, 2048, 8192)})
     yield Family("SiLU x mul", calls.gate, {"dtype": floats, "width": (14_336, 1536, 28_672)})
     sampling = {

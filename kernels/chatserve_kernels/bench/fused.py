@@ -41,10 +41,11 @@ def measure(bench: Bench) -> Iterator[Row]:
 
 def _block_copy(bench: Bench) -> Row:
     """Copy-on-write of 64 blocks of an 8B Llama, 2 MiB each."""
-    pool = torch.randn(256, 2**20, device="cuda").to(DTYPE)
+    pool = torch.randn(256, 32, 2, KV_HEADS, 16, 128, device="cuda").to(DTYPE)
     sources = torch.randperm(128, device="cuda")[:64]
     targets = 128 + torch.randperm(128, device="cuda")[:64]
-    us = bench.us(lambda: copy_blocks(pool, sources, targets))
+    whole = torch.full_like(sources, 16)
+    us = bench.us(lambda: copy_blocks(pool, sources, targets, whole))
     return Row("fused", "64 block copies", us, bytes=2 * 64 * 2**21)
 
 
