@@ -28,7 +28,7 @@ DECODE_ROWS = (
 SHARED_ROWS = ((64, 2048, 256), (256, 2048, 256), (256, 8192, 256))
 """(batch, shared, own)"""
 SAMPLING = (256, 1024)
-SECTIONS = ("turn", "decode", "shared", "sampling", "prefill", "mixed", "trace")
+SECTIONS = ("decode", "shared", "sampling", "prefill", "mixed", "trace", "turn")
 """Each is a method of `Bench`."""
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 STEPS = 64

@@ -24,7 +24,7 @@ _ENGINES: Final[dict[str, dict[str, Any]]] = {
         "kv_offloading_backend": "native",
     },
 }
-SECTIONS: Final = ("turn", "decode", "shared", "sampling", "prefill", "mixed")
+SECTIONS: Final = ("decode", "shared", "sampling", "prefill", "mixed", "turn")
 
 
 async def measure(python: Path, shape: str, work: dict[str, Any], wanted: Sequence[str], directory: Path) -> Any:
