@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import time
 from contextlib import asynccontextmanager, suppress
@@ -213,6 +214,12 @@ class EngineProcess:
     def signal(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+
+    def resident_bytes(self) -> int:
+        """Of memory that is its own, which the host's pool is not (Linux)."""
+        assert self._process is not None
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(re.findall(r"RssAnon:\s*(\d+) kB", status)[0]) * 1024
 
 
 def _settings(shape: str, directory: Path, fields: dict[str, Any]) -> EngineSettings:

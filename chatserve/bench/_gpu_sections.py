@@ -28,7 +28,7 @@ DECODE_ROWS = (
 SHARED_ROWS = ((64, 2048, 256), (256, 2048, 256), (256, 8192, 256))
 """(batch, shared, own)"""
 SAMPLING = (256, 1024)
-SECTIONS = ("decode", "shared", "sampling", "prefill", "mixed", "trace", "turn")
+SECTIONS = ("decode", "shared", "sampling", "prefill", "mixed", "trace", "turn", "idle")
 """Each is a method of `Bench`."""
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
 STEPS = 64
@@ -40,7 +40,13 @@ MIXED = (64, 1024)
 """(batch, context) of those who decode meanwhile"""
 _MIXED_S = 4
 _TURN = 64
+_IDLE = (10_000, 32)
+"""Sessions that have had a turn, and tokens of each"""
+_AWAKE = (16, 1024)
+"""(batch, context) of those who decode beside them"""
 _RESIDENT_TURNS = 5
+_AT_ONCE = 64
+"""Sessions that begin together"""
 
 
 def between_tokens_ms(answers: Sequence[Answer]) -> list[float]:
@@ -238,6 +244,26 @@ class Bench:
         told = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
         print(f"  of a resident one's {statistics.mean(resident):.2f} ms (mean) the engine's loop spent {told}")
         return {**medians, "all": times, "resident_parts_ms": parts}
+
+    async def idle(self) -> dict[str, Any]:
+        """What sessions cost that do nothing: a step of others before they were there and after, and CPU memory."""
+        driver = self._driver
+        awake = self._some(*map(self._sized, _AWAKE))
+        sessions, length = self._sized(_IDLE[0]), _IDLE[1]
+        before_ms, before_bytes = await self._step_ms(awake), driver.process.resident_bytes()
+        for first in range(0, sessions, _AT_ONCE):
+            prompts = [driver.tokens(length) for _ in range(min(_AT_ONCE, sessions - first))]
+            await driver.generate(prompts, 1)
+        taken = driver.process.resident_bytes() - before_bytes
+        report = await driver.client.inspect()
+        after_ms = await self._step_ms(awake)
+        kept = {"device": report.device.cached, "host": report.host.cached}
+        print(
+            f"  {sessions:,} silent sessions of {length} tokens, {kept['device']:,} blocks on the device and "
+            f"{kept['host']:,} on the host: a step takes {after_ms:.3f} ms (before {before_ms:.3f}); "
+            f"{taken / sum(kept.values()):.0f} bytes a block"
+        )
+        return {"before_ms": before_ms, "after_ms": after_ms, "bytes": taken, "sessions": sessions, **kept}
 
     async def _loop_us(self) -> dict[str, int]:
         """Where the engine's loop has spent its time so far, in microseconds."""

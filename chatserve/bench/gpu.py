@@ -73,7 +73,7 @@ async def run(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def _engine_of(section: str) -> str:
-    return "turn" if section == "turn" else "main"
+    return "turn" if section in {"turn", "idle"} else "main"
 
 
 def _engines(options: argparse.Namespace, sections: Sequence[str]) -> dict[str, dict[str, Any]]:

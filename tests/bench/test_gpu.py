@@ -39,7 +39,18 @@ def test_sections_run_through_an_engine_of_their_own(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     main(
         [
-            *("--device", "cpu", "--shape", "tiny", "--scale", "0.01", "--sections", "prefill,turn", "--repeats", "1"),
+            *(
+                "--device",
+                "cpu",
+                "--shape",
+                "tiny",
+                "--scale",
+                "0.01",
+                "--sections",
+                "prefill,turn,idle",
+                "--repeats",
+                "1",
+            ),
             *("--kv-cache-memory", "400blocks", "--host-cache-memory", "64M", "--json", str(target)),
         ]
     )
@@ -49,6 +60,8 @@ def test_sections_run_through_an_engine_of_their_own(tmp_path: Path) -> None:
     assert min(figures["turn"]["all"]["host"]) > 0
     assert set(figures["turn"]["resident_parts_ms"]) == {"scheduling", "launching", "waiting"}
     assert figures["turn"]["resident_parts_ms"]["launching"] > 0
+    assert figures["idle"]["sessions"] == 100
+    assert figures["idle"]["device"] + figures["idle"]["host"] >= 100
 
 
 def test_a_trace_has_a_report_of_each_kind_of_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
