@@ -81,9 +81,15 @@ def test_a_window_and_a_soft_cap_together():
 
 
 def test_a_huge_score_neither_overflows_nor_hides_the_others():
+    """A score of some thousands is known to its own rounding only, in whatever order its products are summed, and so is
+    each weight."""
     case = Case(flat([70, 1, 33], 16), scale=1.0)
     case.query *= 100
-    case.check()
+    largest = case.query.norm(dim=-1).max() * torch.nan_to_num(case.key).norm(dim=-1).max()
+    rounding = float(largest) * torch.finfo(torch.float32).eps
+    assert 2e-6 < rounding < 2e-3
+    reference = case.reference()
+    assert (case.run().double() - reference).norm() < rounding * reference.norm()
 
 
 @pytest.mark.parametrize("with_wide", [None, True])
