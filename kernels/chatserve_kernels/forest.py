@@ -67,9 +67,11 @@ def find_runs(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> Forest:
     width = int(num_full.max(initial=0))
     if num_rows < 2 or width == 0:
         return Forest(np.arange(num_rows), [])
+    # What all have in common, a system prompt say, would only be compared again and again.
+    tails = np.ascontiguousarray(tables[:, _common_to_all(tables, int(num_full.min())) :])
     # Bytewise order is not numeric order, but it too puts equal beginnings side by side, at the speed of memcmp; what
     # lies past a row's own blocks then orders only rows that are equal before.
-    keys = np.ascontiguousarray(tables).view(np.dtype((np.void, tables.shape[1] * tables.itemsize)))[:, 0]
+    keys = tails.view(np.dtype((np.void, tails.shape[1] * tails.itemsize)))[:, 0]
     order = np.argsort(keys, kind="stable")
     common = _common_beginnings(tables, order, num_full[order])
     runs: list[Run] = []
@@ -84,6 +86,18 @@ def find_runs(tables: NDArray[np.int32], num_full: NDArray[np.int64]) -> Forest:
             open_runs.append((first, depth))
     runs.sort(key=lambda run: (run.begin, run.first))
     return Forest(order, runs)
+
+
+def _common_to_all(tables: NDArray[np.int32], num_full: int) -> int:
+    """How many blocks all rows have in common, of `num_full` that each has, and at most one less than a table holds."""
+    low, high = 0, min(num_full, tables.shape[1] - 1)
+    while low < high:
+        middle = (low + high) >> 1
+        if (tables[:, middle] == tables[0, middle]).all():
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _common_beginnings(

@@ -237,6 +237,39 @@ def test_partial_blocks_are_never_shared():
     assert find_runs(tables, np.array([1, 0])).runs == []
 
 
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_runs_are_the_longest_stretches_that_the_same_rows_share(data):
+    """Any tree, with a beginning common to all or without, rows that end early, rows that are equal. What a row has
+    after its full blocks is its own."""
+    parents = [-1, *(data.draw(st.integers(-1, block)) for block in range(data.draw(st.integers(0, 12))))]
+    paths = []
+    for leaf in data.draw(st.lists(st.integers(0, len(parents) - 1), min_size=1, max_size=8)):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        paths.append(path)
+    num_full = np.array([data.draw(st.integers(0, len(path))) for path in paths])
+    tables = np.full((len(paths), max(map(len, paths)) + data.draw(st.integers(0, 2))), 10**6, dtype=np.int32)
+    tables += np.arange(len(paths), dtype=np.int32)[:, None]
+    for table, path, count in zip(tables, paths, num_full, strict=True):
+        table[:count] = path[:count]
+    users: dict[int, set[int]] = {}
+    for row, (path, count) in enumerate(zip(paths, num_full, strict=True)):
+        for block in path[:count]:
+            users.setdefault(block, set()).add(row)
+    shared = {block: frozenset(rows) for block, rows in users.items() if len(rows) > 1}
+    found = find_runs(tables, num_full)
+    assert sorted(found.order.tolist()) == list(range(len(paths)))
+    for run in found.runs:
+        rows = frozenset(found.order[run.first : run.last].tolist())
+        blocks = tables[min(rows), run.begin : run.end].tolist()
+        assert blocks, "a run of nothing"
+        for block in blocks:
+            assert shared.pop(block) == rows, "another set of rows, or a block of two runs"
+    assert not shared, "blocks that are shared and in no run"
+
+
 def test_a_plan_without_wide_tiles_can_be_asked_for():
     rows = forest([[("system", 256), (str(row), 20)] for row in range(40)], BLOCK)
     planner = planner_for(rows)
